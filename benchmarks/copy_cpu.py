@@ -29,11 +29,11 @@ from kvferry.memory.copy.reference import copy_pieces
 from kvferry.memory.staging import SlotPool, allocate
 from kvferry.plan import (
     Binding,
+    PagedView,
     PageTable,
     Plan,
     RankPair,
     Request,
-    Side,
     StagingView,
     bind,
     contiguous_pools,
@@ -53,7 +53,7 @@ Bytes = NDArray[np.uint8]
 class Memory(NamedTuple):
     """One side's regions, or a slot."""
 
-    side: Side | StagingView
+    side: PagedView | StagingView
     regions: list[Bytes]
 
     @property
@@ -78,7 +78,7 @@ def pages(layout: Layout, num_tokens: int, seed: int, *, filled: bool, shift: in
     pools = contiguous_pools(layout, 0, num_pages)
     table = PageTable(np.random.default_rng(seed).permutation(num_pages)[: num_pages // 2])
     regions = [memory(size, shift=shift, filled=filled) for size in pools.region_bytes]
-    return Memory(Side(pools.map, {"kv": table}), regions)
+    return Memory(PagedView(pools.map, {"kv": table}), regions)
 
 
 def layouts(piece_bytes: int) -> tuple[Layout, Layout]:

@@ -25,11 +25,11 @@ import torch
 from kvferry.layout import CacheSpec, DType, Layout, Order, Parallel, attention
 from kvferry.memory.copy.gpu import GpuCopier, GpuCopy
 from kvferry.plan import (
+    PagedView,
     PageTable,
     Plan,
     RankPair,
     Request,
-    Side,
     StagingView,
     bind,
     contiguous_pools,

@@ -19,11 +19,11 @@ import numpy as np
 
 from kvferry.layout import CacheSpec, ExplicitSharding, Layout, Parallel, Shard, Span, attention
 from kvferry.plan import (
+    PagedView,
     PageTable,
     Plan,
     RankPair,
     Request,
-    Side,
     bind,
     check,
     contiguous_pools,
@@ -63,11 +63,11 @@ def plan_case(name: str, source: Layout, target: Layout) -> dict[str, Any]:
     return row
 
 
-def fragmented(layout: Layout, rank: int, num_tokens: int, seed: int) -> Side:
+def fragmented(layout: Layout, rank: int, num_tokens: int, seed: int) -> PagedView:
     num_pages = 2 * (num_tokens // layout.page_tokens)
     pools = contiguous_pools(layout, rank, num_pages)
     pages = np.random.default_rng(seed).permutation(num_pages)[: num_pages // 2]
-    return Side(pools.map, {"kv": PageTable(pages)})
+    return PagedView(pools.map, {"kv": PageTable(pages)})
 
 
 def _copy(side: Side) -> Side:

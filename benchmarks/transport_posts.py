@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.ids import Op
-from kvferry.plan.bind import Binding, Part
+from kvferry.plan.bind import Binding, BindingPart
 from kvferry.plan.coalesce import Pieces, Stride
 from kvferry.plan.places import Base
 from kvferry.regions import Region
@@ -40,7 +40,7 @@ def pages(count: int, num_bytes: int) -> Binding:
     rng, one = np.random.default_rng(2), np.ones(count, dtype=np.int64)
     source, target = (rng.permutation(count) * num_bytes for _ in range(2))
     pieces = Pieces(source, target, one * num_bytes, one, one, Stride(0, 0), Stride(0, 0), True)
-    return Binding((Part("raw", "pages", (Base(0, 0, 0),), (Base(0, 0, 0),), pieces),))
+    return Binding((BindingPart("raw", "pages", (Base(0, 0, 0),), (Base(0, 0, 0),), pieces),))
 
 
 CASES = {

@@ -19,11 +19,11 @@ from kvferry.layout.spec import CacheSpec, Group, StateRow, Window
 from kvferry.memory.copy.reference import copy_pieces
 from kvferry.plan import (
     Binding,
+    PagedView,
     PageTable,
     Plan,
     RankPair,
     Request,
-    Side,
     StagingView,
     bind,
     check,
@@ -61,7 +61,7 @@ class Rank(NamedTuple):
 
     layout: Layout
     rank: int
-    side: Side
+    side: PagedView
     regions: list[Bytes]
 
     def local_tokens(self, group: Group, num_tokens: int) -> list[int]:
@@ -125,7 +125,7 @@ def make_ranks(
             pages = rng.permutation(2 * most + 3)[: max(0, most - first)]
             tables[group.name] = PageTable(pages, first)
         regions = [np.full(size, UNTOUCHED, dtype=np.uint8) for size in pools.region_bytes]
-        ranks.append(Rank(layout, rank, Side(pools.map, tables), regions))
+        ranks.append(Rank(layout, rank, PagedView(pools.map, tables), regions))
     return ranks
 
 

@@ -1,4 +1,4 @@
-"""A model's config.json is read the same way by every command and by the engine."""
+"""Tests of reading a model's config.json."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvferry.model_config import MAX_CONFIG_BYTES, checkpoint_fingerprint
 from kvferry.reference.models.config import ModelConfig
 
 
-def test_a_file_and_its_folder_are_the_same(tmp_path: Path) -> None:
+def test_file_and_folder_give_the_same_config(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text('{"model_type": "llama"}')
     assert read_config(tmp_path) == read_config(str(file)) == {"model_type": "llama"}
@@ -39,7 +39,7 @@ def too_much(folder: Path) -> None:
         (too_much, "is too large"),
     ],
 )
-def test_whoever_reads_says_the_same(tmp_path: Path, put: object, message: str) -> None:
+def test_unreadable_config_is_refused(tmp_path: Path, put: object, message: str) -> None:
     assert callable(put)
     put(tmp_path)
     for read in (read_config, ModelConfig.load, checkpoint_fingerprint):
@@ -48,13 +48,13 @@ def test_whoever_reads_says_the_same(tmp_path: Path, put: object, message: str) 
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{", "[" * 100000])
-def test_what_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
+def test_config_that_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     for read in (read_config, ModelConfig.load):
         with pytest.raises(InputError, match="can't be used"):
             read(tmp_path)
 
 
-def test_a_path_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_path_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cannot read '.*nowhere\.json': No such file"):
         read_config(tmp_path / "nowhere.json")

@@ -1,8 +1,7 @@
-"""A model's ``config.json``, read with suspicion: a file, of a size that makes sense, of JSON.
+"""Reads a model's ``config.json`` safely, and computes the fingerprint of a model.
 
-Knows nothing of what is in it; ``kvferry.layout.hf`` does, and so does each engine. Beside it, the
-fingerprint by which two engines know that they serve the same model: one function for every engine
-that lives here, so that no two of them mean different things by it.
+``kvferry.layout.hf`` and the engines interpret the configuration. All engines use the same
+``model_fingerprint``, by which two engines know that they serve the same model.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ import msgspec
 from kvferry.errors import InputError
 from kvferry.fingerprint import ROPE_FIELDS, ModelFingerprint, named, rope_form, shortened
 
-# A model's config.json has a few kilobytes. What is larger is something else.
+# A model's config.json has a few KiB. A larger file is something else.
 MAX_CONFIG_BYTES = 8 << 20
 NAME = "config.json"
-# A safetensors file begins with the names and shapes of everything in it, and ends in weights.
+# Size of each sample of a safetensors file, which begins with names and shapes and ends in weights.
 SAMPLE_BYTES = 1 << 16
-# The files that say which words have which ids, under all names that they go by.
+# All names of files that map tokens to ids.
 TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "tiktoken.model", "tekken.json", "spiece.model"),
     *("vocab.json", "vocab.txt", "merges.txt", "added_tokens.json"),
@@ -34,12 +33,12 @@ T = TypeVar("T")
 
 
 def read_config(where: str | Path) -> dict[str, object]:
-    """A Hugging Face configuration, given as the file or as the folder it lies in."""
+    """Return a Hugging Face configuration. ``where`` is the file or its folder."""
     return config_as(where, dict[str, object])
 
 
 def config_as(where: str | Path, kind: type[T]) -> T:
-    """The same, checked to be of that type."""
+    """Return a Hugging Face configuration decoded as ``kind``."""
     try:
         return msgspec.json.decode(config_bytes(where), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -49,7 +48,7 @@ def config_as(where: str | Path, kind: type[T]) -> T:
 
 
 def config_bytes(where: str | Path) -> bytes:
-    """The same, as it lies there."""
+    """Return the bytes of a Hugging Face configuration."""
     path = Path(where)
     try:
         if path.is_dir():
@@ -64,9 +63,9 @@ def config_bytes(where: str | Path) -> bytes:
 
 
 def checkpoint_fingerprint(folder: str | Path) -> str:
-    """Equal for equal models; the configuration and a sample of every weight file decide.
+    """Return a hash of the configuration and of samples of every weight file.
 
-    Taken quickly: not every byte of them is read.
+    It is fast, because it does not read all weights.
     """
     digest = blake2b(config_bytes(folder), digest_size=12)
     for path in sorted(Path(folder).glob("*.safetensors")):
@@ -80,7 +79,7 @@ def checkpoint_fingerprint(folder: str | Path) -> str:
 
 
 def tokenizer_fingerprint(folder: str | Path) -> str:
-    """Equal for equal tokenizers; ``none`` where a folder has none that is known."""
+    """Return a hash of the tokenizer's files, or ``none`` if the folder has no known file."""
     files = [path for name in TOKENIZERS if (path := Path(folder, name)).is_file()]
     digest = blake2b(digest_size=6)
     for path in files:
@@ -101,15 +100,15 @@ def model_fingerprint(
     overrides: Mapping[str, object] = _NONE,
     given: str | None = None,
 ) -> str:
-    """What endpoints take as ``model``: all that must agree beside the layout, in one text.
+    """Return the ``model`` of an endpoint: what must agree on both sides besides the layout.
 
-    ``model`` is the checkpoint's folder, or its name at a hub, of some ``revision``; ``tokenizer``
-    where the engine's is, if elsewhere. ``config`` is the configuration that the engine goes by,
-    which may differ from the file by what its user has overridden; of ``overrides`` all count but
-    those of rotary positions, which are read out of ``config``. ``dtype`` is what the model is
-    computed in. ``given`` is the user's own word for the checkpoint, for one that is kept in two
-    forms. An engine that keeps keys otherwise than their model's publisher (not turned yet, or in
-    another order) must say so there.
+    ``model`` is the checkpoint's folder, or its name on a hub at ``revision``. ``tokenizer`` is the
+    folder or name of the tokenizer, if it is elsewhere. ``config`` is the configuration in effect,
+    with the user's ``overrides``. All overrides count, except those of rotary positions, which are
+    taken from ``config``. ``dtype`` is the type in which the model is computed. ``given`` replaces
+    the checkpoint's hash by a name that the user gives, for a checkpoint that exists in two forms.
+    An engine that stores keys in another form than the model's publisher (before rotation, or in
+    another order) must say so in ``given``.
     """
     hub = f"@{revision or 'main'}"
     words = tokenizer or model
@@ -128,7 +127,7 @@ def model_fingerprint(
 
 
 def _read_bounded(path: Path) -> bytes:
-    # Asked before opening: opening a pipe waits for a writer, and a device may never end.
+    # Checked before opening, because opening a pipe blocks and a device may be endless.
     if not stat.S_ISREG(path.stat().st_mode):
         raise InputError(f"{_shown(path)} is not a file; give a model's {NAME}")
     with path.open("rb") as file:

@@ -100,7 +100,7 @@ def test_a_measured_cost_is_used_until_the_link_ends() -> None:
     transport_thread = Recorder()
     nothing: Any = None
     costs = LinkCostTable({"slow": FIRST})
-    costs.reached(SESSION, "slow", "a-host")
+    costs.add(SESSION, "slow", "a-host")
     links = TargetLinkTable(nothing, transport_thread, nothing, costs, nothing, measures=True)  # type: ignore[arg-type]
     links.handle(Measured(SESSION, SLOW))
     assert (costs.of(SESSION), costs.latest) == (SLOW, SLOW)

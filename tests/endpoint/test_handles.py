@@ -374,7 +374,7 @@ def test_wrong_pushes_raise_at_the_caller(pair: Pair) -> None:
     out.push((0, 4), [0])
     with pytest.raises(Misuse, match=r"some of the tokens .* were pushed before"):
         out.push((3, 6), [0, 1])
-    with pytest.raises(InputError, match="touch 1 pages of group 'kv', and 2 were given"):
+    with pytest.raises(InputError, match="touch 1 pages of group 'kv', but 2 were given"):
         out.push((4, 6), [1, 2])
     with pytest.raises(InputError, match=r"pages 0\.\.7"):
         out.push((4, 6), [8])
@@ -396,7 +396,7 @@ def test_chunks_may_be_pushed_in_any_order(pair: Pair) -> None:
     into = pair.target.receive("room", prefill=pair.view, tokens=18, pages=[3, 1, 4, 0, 6])
     out = pair.source.open("room")
     out.push((14, 18), [5, 0])
-    with pytest.raises(InputError, match="names other pages for tokens that had some before"):
+    with pytest.raises(InputError, match="names other pages than before for the same tokens"):
         out.push((4, 14), [2, 3, 7])
     out.push((4, 14), [2, 3, 5])
     out.push((0, 4), [6])

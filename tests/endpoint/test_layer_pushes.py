@@ -24,8 +24,8 @@ from endpoint.test_pair_in_process import (
 from kvferry.endpoint.loop.chooser import Chooser
 from kvferry.ids import Generation, Op, Peer, Session
 from kvferry.layout.intervals import Span
+from kvferry.plan.bind import PagedView, bind
 from kvferry.plan.bind import RankPair as Ranks
-from kvferry.plan.bind import Side, bind
 from kvferry.plan.choose import TransferMode, choose, shape_of
 from kvferry.plan.cost import LinkCost, LinkCostTable
 from kvferry.plan.places import PageTable, contiguous_pools
@@ -113,8 +113,8 @@ SCATTERED = (0, 2, 4, 6, 1, 3, 5, 7)
 SOURCE, TARGET = layout(HEADS, 4), layout(HEADS, 8)
 PLAN = reshard(SOURCE, TARGET)
 SIDES = (
-    Side(contiguous_pools(SOURCE, 0, 16).map, {"kv": PageTable(range(16))}),
-    Side(contiguous_pools(TARGET, 0, 8).map, {"kv": PageTable(SCATTERED)}),
+    PagedView(contiguous_pools(SOURCE, 0, 16).map, {"kv": PageTable(range(16))}),
+    PagedView(contiguous_pools(TARGET, 0, 8).map, {"kv": PageTable(SCATTERED)}),
 )
 SLOW_PIECES = LinkCost(descriptor_s=1e-6, bytes_per_s=1e10, copy_bytes_per_s=1e10)
 

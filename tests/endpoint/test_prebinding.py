@@ -15,7 +15,7 @@ from kvferry.endpoint.jobs import ScatterJob
 from kvferry.endpoint.loop.scatters import StagedScatters
 from kvferry.ids import Op, Peer, Serial, SlotIndex
 from kvferry.layout import Layout, Parallel, Span, attention
-from kvferry.plan import Block, RankPair, Request, Side, StagingView, bind, reshard
+from kvferry.plan import Block, PagedView, RankPair, Request, StagingView, bind, reshard
 from kvferry.plan.bind import Binding
 from kvferry.plan.places import PoolMap, contiguous_pools
 from kvferry.protocol.events import Cancel, Event, ReceiveRequest, Scatter, Scattered

@@ -61,4 +61,4 @@ def test_doctor_uses_the_same_costs_as_plan(transport: str, device: str, link: s
     args = build_parser().parse_args(["doctor", *SIDES.split()])
     pairing = fit.read_pairing(args, Asked(transport=transport, device=device))
     assert isinstance(pairing, fit.Pairing)
-    assert pairing.costs.link_cost == read_link(link)
+    assert pairing.costs.link_cost == read_cost_model(link)

@@ -1,4 +1,4 @@
-"""Coverage against a set of cells: whatever is added, in any order."""
+"""Tests of coverage against a set of (layer, token) pairs, added in any order."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ def in_strips(coverage: Coverage) -> Cells:
 
 
 @given(st.lists(st.tuples(layers, tokens), max_size=8), layers, tokens)
-def test_the_cells_that_were_added_and_no_others(
-    added: list[tuple[Span, Span]], some: Span, span: Span
-) -> None:
+def test_coverage_is_what_was_added(added: list[tuple[Span, Span]], some: Span, span: Span) -> None:
     coverage, there = Coverage(), Cells()
     for one in added:
         coverage.add(*one)
@@ -48,7 +46,7 @@ def test_the_cells_that_were_added_and_no_others(
 
 
 @given(st.lists(st.tuples(layers, tokens), max_size=8))
-def test_strips_are_as_few_as_can_be(added: list[tuple[Span, Span]]) -> None:
+def test_adjacent_equal_strips_are_joined(added: list[tuple[Span, Span]]) -> None:
     coverage = Coverage()
     for one in added:
         coverage.add(*one)
@@ -58,7 +56,7 @@ def test_strips_are_as_few_as_can_be(added: list[tuple[Span, Span]]) -> None:
         assert below.layers.end < above.layers.first or not alike
 
 
-def test_layers_that_have_caught_up_are_one_strip() -> None:
+def test_complete_chunk_is_one_strip() -> None:
     coverage = Coverage()
     for first in (0, 4):
         for layer in (3, 1, 0, 2):

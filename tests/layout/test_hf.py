@@ -1,4 +1,4 @@
-"""What each family's config.json says about its cache, against numbers worked out by hand."""
+"""Tests of each family's config.json against numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvferry.layout.spec import CacheSpec, DType, Kind, Paged, StateRow, Tensor,
 
 
 class Expected(NamedTuple):
-    """One group: bytes are those of one unit over all tensors of one layer."""
+    """One group. ``unit_bytes`` are of one unit over all tensors of one layer."""
 
     name: str
     kind: Kind

@@ -1,4 +1,4 @@
-"""Configs that cannot be read: each is refused with a sentence, and none raises anything else."""
+"""Tests that bad configs are refused with a sentence, and that none raises anything else."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_fields_that_do_not_fit(name: str, changes: Json, said: str) -> None:
     assert said in message
 
 
-def test_a_state_beyond_all_measure_is_refused() -> None:
+def test_state_that_is_too_large_is_refused() -> None:
     made = config("qwen3-next-80b-a3b", linear_key_head_dim=1 << 20, linear_value_head_dim=1 << 20)
     assert refusal(made)[0] is ReasonCode.TOO_LARGE
 
@@ -140,7 +140,7 @@ def test_a_huge_number_is_not_printed() -> None:
     assert len(message) < 300
 
 
-# --- anything at all ------------------------------------------------------
+# --- arbitrary configs ------------------------------------------------------
 
 NUMBERS = st.one_of(st.integers(), st.integers(-2, 64), st.floats(), st.booleans(), st.none())
 LAYER_NAMES = st.sampled_from(["full_attention", "sliding_attention", "mamba", "moe", "M", "*"])
@@ -160,7 +160,7 @@ FIELDS = sorted(
 
 @st.composite
 def mutated(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Json:
-    """A published config with fields dropped and values replaced, inside and outside."""
+    """Return a published config with fields dropped and values replaced."""
     made = config(draw(st.sampled_from(sorted(CONFIGS))))
     if draw(st.booleans()):
         made.get("text_config", made)["model_type"] = draw(st.sampled_from(sorted(FAMILIES)))
@@ -174,7 +174,7 @@ def mutated(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Json:
 
 
 def outcome(made: Json, dtype: DType | None) -> int | str:
-    """The bytes of a request, or what the refusal says."""
+    """Return the bytes of a request, or the message of the refusal."""
     try:
         return spec_from_config(made, dtype).payload_bytes(100)
     except (Refused, InputError) as error:

@@ -1,4 +1,4 @@
-"""SpanSet and cut, compared with sets of integers."""
+"""Tests of SpanSet and cut against sets of integers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_cut_gives_the_same_integers_in_disjoint_pieces(given_spans: list[Span])
         assert span.covers(piece) or not integers(span) & integers(piece)
 
 
-def test_repr_is_good_enough_to_read() -> None:
+def test_repr_shows_the_spans() -> None:
     have = SpanSet()
     assert repr(have) == "nothing"
     for span in (Span(4, 6), Span(0, 2), Span(2, 3)):

@@ -1,4 +1,4 @@
-"""Layouts as values: who owns what, what is refused, and how it travels."""
+"""Tests of layouts: ownership, refusals, and encoding as a message."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_rank_order_is_pipeline_then_context_then_tensor() -> None:
     assert held[(1 * 3 + 2) * 2 + 1] == (Shard("kv", Span(5, 10), Span(2, 4), Tokens(2, None, 3)),)
 
 
-def test_more_ranks_than_heads_means_neighbours_share_one() -> None:
+def test_more_ranks_than_heads_replicate_heads() -> None:
     units = [held[0].units for held in Layout(SPEC, Parallel(tp=8)).shards()]
     assert units == [Span(i // 2, i // 2 + 1) for i in range(8)]
 
@@ -69,7 +69,7 @@ def test_a_stage_without_layers_of_a_group_holds_nothing_of_it() -> None:
     assert [len(shards) for shards in held] == [1, 0]
 
 
-def test_a_rank_finds_its_holding() -> None:
+def test_find_shard_of_a_rank() -> None:
     held = Layout(SPEC, Parallel(tp=2, pp=2)).rank_shards(3)
     assert find_shard(held, "kv", 7).units == Span(2, 4)
     with pytest.raises(InputError, match="holds nothing"):
@@ -77,18 +77,18 @@ def test_a_rank_finds_its_holding() -> None:
 
 
 @given(st.data())
-def test_one_ranks_holdings_are_those_among_all(data: st.DataObject) -> None:
+def test_shards_of_one_rank_agree_with_those_of_all(data: st.DataObject) -> None:
     layout = data.draw(specs().flatmap(layouts))
     assert layout.shards() == tuple(map(layout.rank_shards, range(layout.num_ranks)))
 
 
 @pytest.mark.parametrize("rank", [-1, 4])
-def test_a_rank_that_does_not_exist_holds_nothing(rank: int) -> None:
+def test_rank_that_does_not_exist_is_refused(rank: int) -> None:
     with pytest.raises(InputError, match=r"has 0\.\.3"):
         Layout(SPEC, Parallel(tp=4)).rank_shards(rank)
 
 
-# ---------------------------------------------------------------- what travels
+# ---------------------------------------------------------------- transferred tokens
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_rank_that_does_not_exist_holds_nothing(rank: int) -> None:
         (StateRow(), 0, 0, Span(0, 0)),
     ],
 )
-def test_what_a_group_owes(
+def test_owed_tokens_of_a_group(
     kind: Paged | Window | StateRow, tokens: int, prefix: int, owed: Span
 ) -> None:
     group = Group("g", kind, (0,), 1, (Tensor("t", DType.INT8, 1),))
@@ -190,7 +190,7 @@ def test_stated_ownership_outside_the_model_or_in_conflict() -> None:
         lambda: Tokens().num_tokens,
     ],
 )
-def test_values_that_cannot_be(make: object) -> None:
+def test_invalid_values_are_refused(make: object) -> None:
     assert callable(make)
     with pytest.raises(InputError) as caught:
         make()
@@ -198,7 +198,7 @@ def test_values_that_cannot_be(make: object) -> None:
     assert "['" not in str(caught.value)
 
 
-def test_dtypes_are_read_as_people_write_them() -> None:
+def test_dtype_aliases() -> None:
     for text in ("bf16", "bfloat16", "torch.bfloat16", "BFLOAT16"):
         assert DType.parse(text) is DType.BFLOAT16
     assert DType.parse("fp8") is DType.FLOAT8_E4M3
@@ -240,19 +240,19 @@ def test_every_mismatch_is_named() -> None:
     ]
 
 
-# ---------------------------------------------------------------- as a message
+# ---------------------------------------------------------------- encoding
 
 
 @pytest.mark.parametrize(
     "sharding",
     [Parallel(tp=2, pp=2, stages=(4, 6)), stated(Shard("kv", Span(0, 10), Span(0, 4)))],
 )
-def test_a_layout_survives_the_wire(sharding: Parallel | ExplicitSharding) -> None:
+def test_layout_survives_encoding(sharding: Parallel | ExplicitSharding) -> None:
     layout = Layout(SPEC, sharding, dp=3, page_tokens=64, order=Order.HND)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=Layout) == layout
 
 
-def test_a_bad_layout_from_the_wire_is_refused_by_the_decoder() -> None:
+def test_invalid_layout_is_refused_by_the_decoder() -> None:
     good = msgspec.json.encode(Layout(SPEC, Parallel(tp=2)))
     bad = good.replace(b'"tp":2', b'"tp":3')
     assert bad != good

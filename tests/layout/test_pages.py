@@ -1,4 +1,4 @@
-"""Which pages hold which tokens, against every token placed one by one."""
+"""Tests of the pages of tokens, against placing every token."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def shards(draw: st.DrawFn) -> Shard:
 
 
 def kept(held: Shard, end: int = 100) -> list[int]:
-    """The positions that a rank keeps, in order: the place of each is its local index."""
+    """Return the positions that a rank keeps. The index of each is its local index."""
     return [token for token in range(end) if token in held.tokens]
 
 
@@ -52,7 +52,7 @@ def as_span(pages: set[int]) -> Span:
 
 
 @given(SPANS, SIZES)
-def test_pages_of_tokens_that_are_all_kept(tokens: Span, size: int) -> None:
+def test_pages_if_every_token_is_kept(tokens: Span, size: int) -> None:
     pages = touched_pages(tokens, size)
     assert set(range(pages.first, pages.end)) == {
         token // size for token in range(tokens.first, tokens.end)

@@ -1,4 +1,4 @@
-"""A cache of bindings gives what ``bind`` gives, whatever it was asked before, and is bounded."""
+"""Tests that the binding cache returns what ``bind`` returns, and that it is bounded."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from kvferry.layout import (
     Window,
     attention,
 )
-from kvferry.plan import Block, Plan, RankPair, Request, Side, StagingView, bind, reshard
+from kvferry.plan import Block, PagedView, Plan, RankPair, Request, StagingView, bind, reshard
 from kvferry.plan.bind import Binding
-from kvferry.plan.binding_cache import Between, BindingCache
+from kvferry.plan.binding_cache import BindingCache, PairPools
 from kvferry.plan.places import contiguous_pools
 
 
@@ -39,7 +39,7 @@ def assert_same(one: Binding, other: Binding) -> None:
 
 
 def fragments(plan: Plan, pair: RankPair, request: Request, length: int) -> list[Block]:
-    """Everything that is owed, cut into stretches of that length."""
+    """Return all blocks that the source sends, cut into fragments of ``length`` tokens."""
     return [
         replace(block, tokens=Span(first, min(first + length, block.tokens.end)))
         for block in plan.blocks(*pair, request)
@@ -79,7 +79,7 @@ SHARDINGS: dict[str, Parallel | ExplicitSharding] = {
 def test_fragments_of_many_lengths_in_any_order(
     source: str, target: str, pages: tuple[int, int]
 ) -> None:
-    """One cache for every pair and kind of end, for requests and fragments of all sizes."""
+    """One cache serves all pairs, kinds of ends, requests and sizes of fragments."""
     sides = [
         Layout(HYBRID, SHARDINGS[name], page_tokens=page)
         for name, page in zip((source, target), pages, strict=True)
@@ -93,17 +93,17 @@ def test_fragments_of_many_lengths_in_any_order(
             some = [b for n in (1, 3, 4, 7, 12) for b in fragments(plan, pair, request, n)]
             some += [replace(b, layers=b.layers.intersect(Span(0, 1))) for b in some[::3]]
             chance.shuffle(some)
-            kinds: list[tuple[Side | StagingView, Side | StagingView]] = [
+            kinds: list[tuple[PagedView | StagingView, PagedView | StagingView]] = [
                 (ours.side, theirs.side),
                 (ours.side, StagingView()),
                 (StagingView(), theirs.side),
             ]
             for ends in kinds:
-                between = Between(plan, pair, *[end.pools for end in ends])
+                pair_pools = PairPools(plan, pair, *[end.pools for end in ends])
                 tables = [end.tables for end in ends]
                 for blocks in [*([block] for block in some[:40]), some[:3]]:
                     wanted = bind(plan, pair, request, *ends, blocks)
-                    assert_same(cache.outline(between, request, blocks).on(*tables), wanted)
+                    assert_same(cache.template(pair_pools, request, blocks).bind(*tables), wanted)
 
 
 SPEC = attention(layers=2, kv_heads=2, head_dim=8)
@@ -115,51 +115,51 @@ def plain_plan(page_tokens: int = 4) -> Plan:
     return reshard(*[Layout(SPEC, Parallel(), page_tokens=page_tokens)] * 2)
 
 
-def test_the_second_of_one_size_is_a_hit_wherever_it_begins() -> None:
+def test_second_fragment_of_one_size_is_a_hit() -> None:
     plan, request, cache = plain_plan(), Request(4 * NUM_PAGES), BindingCache()
     pools = contiguous_pools(plan.target, 0, NUM_PAGES).map
     for source in (None, pools):
-        between, before = Between(plan, PAIR, source, pools), cache.num_outlined
+        pair_pools, before = PairPools(plan, PAIR, source, pools), cache.num_made
         for block in fragments(plan, PAIR, request, 16):
-            cache.outline(between, request, [block])
-        assert cache.num_outlined == before + 1
+            cache.template(pair_pools, request, [block])
+        assert cache.num_made == before + 1
 
 
-def test_several_blocks_and_state_rows_are_a_hit_the_second_time() -> None:
+def test_repeated_blocks_and_state_rows_are_a_hit() -> None:
     plan, request, cache = (
         reshard(*[Layout(HYBRID, Parallel(), page_tokens=4)] * 2),
         Request(8),
         BindingCache(),
     )
-    between = Between(plan, PAIR, None, contiguous_pools(plan.target, 0, 4).map)
+    pair_pools = PairPools(plan, PAIR, None, contiguous_pools(plan.target, 0, 4).map)
     owed = plan.blocks(*PAIR, request)
     for blocks in (owed, [block for block in owed if block.group == "rows"]):
-        before = cache.num_outlined
-        first = cache.outline(between, request, blocks)
-        assert cache.outline(between, request, blocks) is first
-        assert cache.num_outlined == before + 1
+        before = cache.num_made
+        first = cache.template(pair_pools, request, blocks)
+        assert cache.template(pair_pools, request, blocks) is first
+        assert cache.num_made == before + 1
 
 
-def test_every_pair_of_every_plan_has_outlines_of_its_own() -> None:
+def test_plans_and_pools_have_separate_templates() -> None:
     one, other, cache = plain_plan(), plain_plan(8), BindingCache()
     pools = contiguous_pools(one.target, 0, NUM_PAGES).map
     request = Request(4)
     for plan in (one, other, one):
         (block,) = plan.blocks(*PAIR, request)
         for source in (None, pools):
-            cache.outline(Between(plan, PAIR, source, pools), request, [block])
-    assert cache.num_outlined == cache.num_outlines == 4
+            cache.template(PairPools(plan, PAIR, source, pools), request, [block])
+    assert cache.num_made == cache.num_templates == 4
 
 
-def test_no_more_is_kept_than_there_is_room_for() -> None:
+def test_cache_is_bounded() -> None:
     plan, request = plain_plan(), Request(4 * NUM_PAGES)
-    cache = BindingCache(max_outlines=8, max_bindings=3)
-    between = Between(plan, PAIR, None, contiguous_pools(plan.target, 0, NUM_PAGES).map)
+    cache = BindingCache(max_templates=8, max_bindings=3)
+    pair_pools = PairPools(plan, PAIR, None, contiguous_pools(plan.target, 0, NUM_PAGES).map)
     for length in range(1, 30):
-        cache.outline(between, request, fragments(plan, PAIR, request, length)[:1])
-        assert cache.num_outlines <= 8
-    cache.outline(between, request, fragments(plan, PAIR, request, 29)[:1])
-    assert cache.num_outlined == 29, "the last are there"
+        cache.template(pair_pools, request, fragments(plan, PAIR, request, length)[:1])
+        assert cache.num_templates <= 8
+    cache.template(pair_pools, request, fragments(plan, PAIR, request, 29)[:1])
+    assert cache.num_made == 29, "the newest templates are cached"
     made = [Binding(()) for _ in range(5)]
     for number, binding in enumerate(made):
         cache.keep("r", number, binding)
@@ -169,7 +169,7 @@ def test_no_more_is_kept_than_there_is_room_for() -> None:
     ] * 3
 
 
-def test_a_binding_is_kept_until_it_is_dropped_or_its_room_is_over() -> None:
+def test_binding_is_kept_until_dropped_or_room_ends() -> None:
     cache, one, other = BindingCache(), Binding(()), Binding(())
     cache.keep("r", 1, one)
     cache.keep("s", 1, other)

@@ -1,4 +1,4 @@
-"""The chooser and the estimates that feed it."""
+"""Tests of the chooser and of estimates."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvferry.plan import (
     PRESETS,
     BlockShape,
     LinkCost,
+    PagedView,
     PageTable,
     Plan,
     RankPair,
     Request,
-    Side,
     TransferMode,
     bind,
     choose,
@@ -40,7 +40,7 @@ def test_many_small_pieces_are_staged_and_few_large_ones_are_not() -> None:
     assert choose(BlockShape(1 << 28, 64, 1, True), HOST).mode is TransferMode.RUNS
 
 
-def test_ties_go_to_the_simpler_path() -> None:
+def test_ties_go_to_the_simpler_mode() -> None:
     assert choose(BlockShape(1 << 20, 8, 8, True), HOST).mode is TransferMode.RUNS
 
 
@@ -50,7 +50,7 @@ def test_a_transport_that_maps_the_peer_never_stages() -> None:
     assert TransferMode.STAGED not in choice.seconds
 
 
-def test_an_override_is_followed_where_that_path_is_open() -> None:
+def test_override_is_used_if_open() -> None:
     shape = BlockShape(1 << 20, 4096, 4096, False)
     assert choose(shape, HOST, TransferMode.SLICES).mode is TransferMode.SLICES
     with pytest.raises(InputError, match="not open"):
@@ -58,7 +58,7 @@ def test_an_override_is_followed_where_that_path_is_open() -> None:
 
 
 @given(st.integers(0, 1 << 40), st.integers(0, 1 << 30), st.booleans(), st.sampled_from([*PRESETS]))
-def test_the_choice_is_never_worse_than_another_open_path(
+def test_choice_is_the_fastest_open_mode(
     num_bytes: int, pieces: int, contiguous: bool, name: str
 ) -> None:
     choice = choose(BlockShape(num_bytes, pieces, pieces // 2, contiguous), PRESETS[name])
@@ -79,13 +79,13 @@ def test_the_choice_is_never_worse_than_another_open_path(
         {"slot_bytes": 0},
     ],
 )
-def test_constants_that_cannot_be(change: dict[str, float]) -> None:
+def test_invalid_costs_are_refused(change: dict[str, float]) -> None:
     values = {"descriptor_s": 1.0, "bytes_per_s": 1.0, "copy_bytes_per_s": 1.0} | change
     with pytest.raises(InputError):
         LinkCost(**values)  # type: ignore[arg-type]
 
 
-def test_an_estimate_counts_what_the_binding_would() -> None:
+def test_estimate_counts_as_the_binding_does() -> None:
     plan = reshard(Layout(SPEC, Parallel(tp=2)), Layout(SPEC))
     costs = estimate(plan, Request(100), HOST)
     assert costs.num_bytes == plan.payload_bytes(Request(100)) == 100 * 4 * 8 * 512
@@ -94,22 +94,22 @@ def test_an_estimate_counts_what_the_binding_would() -> None:
     assert sum(costs.carried(mode) for mode in TransferMode) == costs.num_bytes
 
 
-def test_a_move_that_fills_several_slots_counts_each() -> None:
+def test_move_that_fills_several_slots_counts_each() -> None:
     plan = reshard(Layout(SPEC, Parallel(tp=2)), Layout(SPEC))
     tokens = 3 * HOST.slot_bytes // (4 * 4 * 512) + 1
     assert estimate(plan, Request(tokens), HOST).pieces(TransferMode.STAGED) == 2 * 4
     assert estimate(plan, Request(tokens - 1), HOST).pieces(TransferMode.STAGED) == 2 * 3
 
 
-def made_up(layout: Layout, rank: int, tokens: int, gap: int) -> Side:
+def made_up(layout: Layout, rank: int, tokens: int, gap: int) -> PagedView:
     num_pages = -(-tokens // layout.page_tokens)
     tables = {group.name: PageTable(np.arange(num_pages) * gap) for group in layout.spec.groups}
-    return Side(contiguous_pools(layout, rank, gap * num_pages).map, tables)
+    return PagedView(contiguous_pools(layout, rank, gap * num_pages).map, tables)
 
 
 @settings(max_examples=60, deadline=None)
 @given(pairs(), st.integers(0, MAX_TOKENS), st.integers(0, MAX_TOKENS), st.booleans())
-def test_moves_that_are_alike_are_counted_as_if_each_were_bound(
+def test_equal_moves_count_as_if_each_were_bound(
     pair: tuple[Layout, Layout], tokens: int, prefix: int, scattered: bool
 ) -> None:
     plan, request = reshard(*pair), Request(tokens, min(tokens, prefix))
@@ -125,8 +125,8 @@ def test_moves_that_are_alike_are_counted_as_if_each_were_bound(
         assert one.shape == shape_of(bind(only, ranks, request, source, target))
 
 
-def test_moves_that_differ_in_where_they_begin_are_not_taken_for_alike() -> None:
-    """Two moves of 15 tokens touch the same pages; in only one do source and target pages meet."""
+def test_moves_that_begin_elsewhere_are_counted_separately() -> None:
+    """Two moves of 15 tokens touch the same pages. Only in one do pages of both sides align."""
     spec = attention(layers=1, kv_heads=2, head_dim=1)
     shares = [
         Shard("kv", Span(0, 1), Span(unit, unit + 1), tokens)

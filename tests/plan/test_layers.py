@@ -1,4 +1,4 @@
-"""How many layers to push at a time: from the times of a layer, with reasons."""
+"""Tests of how many layers to push at a time, and of the reasons given."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def layers(layer_ms: float, layer_mb: float, num_layers: int = 32) -> tuple[int,
     return found.layers, found.reason
 
 
-def test_small_groups_where_a_layer_takes_longer_to_compute_than_to_send() -> None:
+def test_small_groups_if_computing_takes_longer_than_sending() -> None:
     few, reason = layers(layer_ms=5.0, layer_mb=10)
     assert 1 <= few <= 2
     assert "sending keeps up" in reason
     assert "instead of" in reason
 
 
-def test_larger_groups_where_a_push_costs_more_than_a_layer() -> None:
+def test_larger_groups_if_a_push_costs_more_than_a_layer() -> None:
     few, _ = layers(layer_ms=0.1, layer_mb=0.3)
     assert 4 <= few < 32
 
@@ -41,7 +41,7 @@ def test_larger_groups_where_a_push_costs_more_than_a_layer() -> None:
 def test_some_overlap_where_sending_is_the_slower() -> None:
     few, reason = layers(layer_ms=5.0, layer_mb=100)
     assert few < 8
-    assert "sending is the slower" in reason
+    assert "sending is slower" in reason
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_some_overlap_where_sending_is_the_slower() -> None:
         (0.5, 0.001, "little to win"),
     ],
 )
-def test_whole_chunks_where_it_does_not_pay(layer_ms: float, layer_mb: float, why: str) -> None:
+def test_whole_chunks_if_groups_do_not_pay(layer_ms: float, layer_mb: float, why: str) -> None:
     few, reason = layers(layer_ms, layer_mb)
     assert few == 32
     assert any(part in reason for part in why.split("|")), reason
@@ -66,7 +66,7 @@ def test_whole_chunks_where_it_does_not_pay(layer_ms: float, layer_mb: float, wh
     st.integers(0, 5000),
     st.sampled_from(sorted(PRESETS)),
 )
-def test_it_never_advises_what_it_predicts_to_be_slower(
+def test_advice_is_never_predicted_to_be_slower(
     num_layers: int, layer_s: float, layer_bytes: int, pieces: int, link: str
 ) -> None:
     found = layers_per_push(
@@ -83,7 +83,7 @@ def test_it_never_advises_what_it_predicts_to_be_slower(
 
 
 @pytest.mark.parametrize("wrong", [{"num_layers": 0}, {"layer_s": -1.0}, {"layer_bytes": -1}])
-def test_what_can_not_be(wrong: dict[str, int]) -> None:
+def test_invalid_arguments_are_refused(wrong: dict[str, int]) -> None:
     good: dict[str, Any] = {"num_layers": 1, "layer_s": 0.0, "layer_bytes": 1}
     with pytest.raises(InputError, match="or more"):
         layers_per_push(link_cost=LINK, **(good | wrong))

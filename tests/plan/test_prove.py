@@ -1,4 +1,4 @@
-"""``check`` can fail: broken plans of every kind are rejected."""
+"""Tests that ``check`` rejects every kind of broken plan."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BREAKS: dict[str, Callable[[tuple[Move, ...]], tuple[Move, ...]]] = {
 
 
 @pytest.mark.parametrize("name", BREAKS)
-def test_check_notices_when(name: str) -> None:
+def test_check_rejects_a_plan_that(name: str) -> None:
     plan = good_plan()
     with pytest.raises(BrokenPlan):
         check(broken(plan, *BREAKS[name](plan.moves)))
@@ -53,7 +53,7 @@ Moves = tuple[Move, ...]
 
 
 def shares(*tokens: Tokens) -> ExplicitSharding:
-    """A rank for each token set, with every layer and unit of it."""
+    """Return a sharding with a rank for each token set, with all layers and units."""
     return ExplicitSharding(
         tuple((Shard("kv", Span(0, 2), Span(0, 1), share),) for share in tokens)
     )
@@ -66,7 +66,7 @@ def swapped(plan: Plan, index: int, **changes: object) -> Plan:
 
 
 def spans_plan() -> Plan:
-    """One source with everything, targets that hold spans with ends."""
+    """Return a plan from one source with everything to targets with these token sets."""
     spec = attention(layers=2, kv_heads=1, head_dim=1)
     plan = plan_of(spec, Parallel(), shares(Tokens(0, 10), Tokens(10, 30), Tokens(30, None)))
     assert [move.tokens for move in plan.moves] == [
@@ -78,19 +78,19 @@ def spans_plan() -> Plan:
 
 
 @pytest.mark.parametrize("tokens", [Tokens(10, 29), Tokens(11, 30), Tokens(10, 30, 2)])
-def test_a_span_that_is_short_by_a_token_is_rejected(tokens: Tokens) -> None:
+def test_span_short_by_a_token_is_rejected(tokens: Tokens) -> None:
     with pytest.raises(BrokenPlan, match="0 times, not 1"):
         check(swapped(spans_plan(), 1, tokens=tokens))
 
 
 @pytest.mark.parametrize("tokens", [Tokens(10, 31), Tokens(9, 30), Tokens(10, None)])
-def test_a_span_that_is_too_long_is_rejected(tokens: Tokens) -> None:
+def test_span_that_is_too_long_is_rejected(tokens: Tokens) -> None:
     with pytest.raises(BrokenPlan, match="its target holds"):
         check(swapped(spans_plan(), 1, tokens=tokens))
 
 
-def test_a_gap_far_from_the_beginning_is_seen() -> None:
-    """Only the end of the first half and the start of the second tell of it."""
+def test_gap_far_from_the_beginning_is_detected() -> None:
+    """It shows only at the end of the first half and at the start of the second."""
     plan = spans_plan()
     late = replace(plan.moves[2], tokens=Tokens(30, 1000))
     rest = replace(plan.moves[2], tokens=Tokens(1001, None))
@@ -128,7 +128,7 @@ def test_a_source_cannot_send_between_its_strides(tokens: Tokens) -> None:
         check(swapped(plan, 1, tokens=tokens))
 
 
-def test_a_coarser_stride_is_fine_where_the_rest_comes_too() -> None:
+def test_coarser_strides_are_accepted_if_complete() -> None:
     spec = attention(layers=2, kv_heads=1, head_dim=1)
     plan = plan_of(spec, Parallel(cp=2), Parallel())
     halves = [replace(plan.moves[0], tokens=Tokens(first, None, 4)) for first in (0, 2)]
@@ -137,8 +137,8 @@ def test_a_coarser_stride_is_fine_where_the_rest_comes_too() -> None:
         check(broken(plan, halves[0], plan.moves[1]))
 
 
-def test_the_proof_paints_no_more_than_a_target_holds() -> None:
-    """Painting every target's share onto the whole model would take 16 GiB here."""
+def test_check_counts_only_what_a_target_holds() -> None:
+    """A grid of the whole model for each target would take 16 GiB here."""
     spec = attention(layers=64, kv_heads=4096, head_dim=1)
     plan = reshard(Layout(spec, Parallel(tp=4096)), Layout(spec, Parallel(tp=4096)))
     check(plan)

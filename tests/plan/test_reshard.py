@@ -1,4 +1,4 @@
-"""The planner against the oracle: exhaustively where that is possible, by Hypothesis elsewhere."""
+"""Tests of the planner against the oracle: exhaustive where possible, else by Hypothesis."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_any_layout_to_any_layout(pair: tuple[Layout, Layout], tokens: int, pref
         max_size=4,
     )
 )
-def test_token_classes_partition_and_never_straddle(sets: list[Tokens]) -> None:
+def test_token_classes_partition_without_crossing_edges(sets: list[Tokens]) -> None:
     classes = token_classes(sets, "g")
     for token in range(60):
         mine = [c for c in classes if token in c]
@@ -92,7 +92,7 @@ def test_token_classes_partition_and_never_straddle(sets: list[Tokens]) -> None:
             assert (token in tokens) == (mine[0].first in tokens)
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 
 def refusal(source: Layout, target: Layout) -> list[ReasonCode]:
@@ -116,7 +116,7 @@ def test_a_target_that_lacks_heads_is_refused() -> None:
     assert refusal(whole, half(Span(1, 4))) == [ReasonCode.INCOMPLETE]
 
 
-def test_an_absurd_interleaving_is_refused_quickly() -> None:
+def test_absurd_interleaving_is_refused_quickly() -> None:
     spec = attention(layers=1, kv_heads=1, head_dim=1)
     sides = (Layout(spec, Parallel(cp=251)), Layout(spec, Parallel(cp=241)))
     assert refusal(*sides) == [ReasonCode.TOO_LARGE]
@@ -136,7 +136,7 @@ def test_plans_compare_by_content_and_print_well() -> None:
     assert one != Plan(one.source, one.target, one.moves[1:])
 
 
-def test_the_digest_depends_on_what_travels_and_not_on_paging() -> None:
+def test_digest_depends_on_moves_and_not_on_paging() -> None:
     spec = attention(layers=4, kv_heads=4, head_dim=8)
     wide = attention(layers=4, kv_heads=4, head_dim=16)
 
@@ -147,7 +147,7 @@ def test_the_digest_depends_on_what_travels_and_not_on_paging() -> None:
     assert len({digest(spec, 2, 16), digest(spec, 4, 16), digest(wide, 2, 16)}) == 3
 
 
-def test_the_digest_tells_rank_counts_apart_where_the_moves_are_the_same() -> None:
+def test_digest_depends_on_rank_counts_even_if_moves_are_equal() -> None:
     spec = attention(layers=2, kv_heads=2, head_dim=1)
     whole = Shard("kv", Span(0, 2), Span(0, 2))
     one, idle = Layout(spec), Layout(spec, ExplicitSharding(((whole,), ())))

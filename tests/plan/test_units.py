@@ -1,4 +1,4 @@
-"""Quantities as people read them: three digits, and never a thousand of anything small."""
+"""Tests of bytes and seconds as text: three digits, and a larger unit before 1000."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from reference.driving import (
 from kvferry.errors import InputError, Misuse
 from kvferry.layout.layout import Order, Parallel
 from kvferry.memory.copy.reference import copy_pieces
-from kvferry.plan import PageTable, RankPair, Side, bind, check, contiguous_pools, reshard
+from kvferry.plan import PagedView, PageTable, RankPair, bind, check, contiguous_pools, reshard
 from kvferry.plan import Request as Length
 from kvferry.reference.engine.cache import one_region
 from kvferry.reference.engine.engine import Engine
@@ -50,13 +50,13 @@ class Ferry(NamedTuple):
     files: FileBacked
     place: Admitted
 
-    def side(self, rank: int) -> Side:
+    def side(self, rank: int) -> PagedView:
         blocks, options = self.engine.scheduler.blocks, self.engine.options
         pools = contiguous_pools(self.engine.layout, rank, blocks.num_pages, options.max_requests)
         tables = {KV: PageTable(self.place.pages)}
         if self.place.row is not None:
             tables[STATE] = PageTable([self.place.row])
-        return Side(one_region(pools).map, tables)
+        return PagedView(one_region(pools).map, tables)
 
 
 def carry(source: Ferry, target: Ferry, num_tokens: int) -> int:

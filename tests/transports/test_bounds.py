@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.plan.bind import Binding, Part
+from kvferry.plan.bind import Binding, BindingPart
 from kvferry.plan.coalesce import Pieces, Stride
 from kvferry.plan.places import Base
 from kvferry.testing.transports import PlacedPiece, binding_of
@@ -43,7 +43,7 @@ def parts(draw: st.DrawFn, *, inside: bool) -> Part:
     num_layers = draw(st.integers(1, 3))
     source, target = (draw(st.tuples(*[bases] * num_layers)) for _ in range(2))
     pieces = pieces_of(draw(st.lists(segments, max_size=4)), draw(strides), draw(strides))
-    return Part("g", "t", source, target, pieces)
+    return BindingPart("g", "t", source, target, pieces)
 
 
 def bindings(*, inside: bool) -> st.SearchStrategy[Binding]:
@@ -169,7 +169,7 @@ def test_sums_that_overflow_are_outside(
 def test_cost_is_per_page_not_per_piece() -> None:
     """A billion pieces in a thousand pages."""
     pieces = pieces_of([(0, 0, 1, 1 << 15, 1 << 15)] * 1000, (1 << 15, 1 << 15), (1, 1))
-    binding = Binding((Part("g", "t", (Base(0, 0, 0),), (Base(0, 0, 0),), pieces),))
+    binding = Binding((BindingPart("g", "t", (Base(0, 0, 0),), (Base(0, 0, 0),), pieces),))
     start = time.perf_counter()
     assert violation(binding, [1 << 30], [1 << 30]) is None
     assert time.perf_counter() - start < 1

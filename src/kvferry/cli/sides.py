@@ -1,4 +1,4 @@
-"""The two sides as the user typed them, built together so that every reason is told at once."""
+"""Command-line flags for the two sides of a transfer, their cache and a request."""
 
 from __future__ import annotations
 
@@ -16,29 +16,25 @@ from kvferry.model_config import read_config
 
 
 def add_flags(parser: argparse.ArgumentParser, *, required: bool, tokens: int) -> None:
-    """The flags that describe two sides, their cache and a request."""
-    parser.add_argument("--prefill", required=required, metavar="SIDE", help="as in tp=4,page=64")
-    parser.add_argument(
-        "--decode", required=required, metavar="SIDE", help="as in tp=1,dp=4,page=16"
-    )
-    parser.add_argument("--model", metavar="PATH", help="a Hugging Face config.json or its folder")
-    parser.add_argument("--layers", metavar="N", help="layers, where no --model is given")
-    parser.add_argument("--kv-heads", metavar="N", help="KV heads of the whole model")
-    parser.add_argument("--head-dim", metavar="N", help="elements per head")
-    parser.add_argument("--v-head-dim", metavar="N", help="elements per V head where they differ")
-    parser.add_argument("--dtype", metavar="T", help="cache dtype (default: the model's, or bf16)")
-    parser.add_argument(
-        "--state-dtype",
-        metavar="T",
-        help="dtype of recurrent state (default: as the config says, or float32)",
-    )
-    parser.add_argument(
-        "--tokens", default=str(tokens), metavar="N", help=f"prompt length ({tokens})"
-    )
+    """Add the flags that describe two sides, their cache and a request."""
+    for flag, example in (("--prefill", "tp=4,page=64"), ("--decode", "tp=1,dp=4,page=16")):
+        parser.add_argument(flag, required=required, metavar="SIDE", help=f"as in {example}")
+    for flag, metavar, text in (
+        ("--model", "PATH", "a Hugging Face config.json or its folder"),
+        ("--layers", "N", "number of layers, without --model"),
+        ("--kv-heads", "N", "KV heads of the whole model"),
+        ("--head-dim", "N", "elements per head"),
+        ("--v-head-dim", "N", "elements per V head if different"),
+        ("--dtype", "T", "cache dtype (default: the model's, or bf16)"),
+        ("--state-dtype", "T", "dtype of recurrent state (default: the config's, or float32)"),
+    ):
+        parser.add_argument(flag, metavar=metavar, help=text)
+    text = f"prompt length ({tokens})"
+    parser.add_argument("--tokens", default=str(tokens), metavar="N", help=text)
 
 
 class SideFields(NamedTuple):
-    """One side as the user typed it."""
+    """One side as given on the command line: arguments of its ``Layout``, dtype and prefix."""
 
     layout: dict[str, Any]
     dtype: DType | None
@@ -53,7 +49,7 @@ class Sides(NamedTuple):
 
 
 def read_side(text: str, flag: str, extra: dict[str, Any] | None = None) -> SideFields:
-    """Read ``tp=4,pp=2,...`` into what a ``Layout`` takes."""
+    """Parse a side such as ``tp=4,pp=2``."""
     if not text.strip(" ,"):
         raise InputError(f"{flag} is empty; give at least one key, as in tp=1")
     readers: dict[str, Any] = {
@@ -81,7 +77,7 @@ def _read_order(text: str) -> Order:
 
 
 def read_spec(args: argparse.Namespace, side_dtype: DType | None) -> CacheSpec:
-    """The cache, from a model's configuration or from the four flags."""
+    """Return the cache of one side, from a model's configuration or from the flags of its shape."""
     dtype = side_dtype or _read_dtype("--dtype", args.dtype)
     state_dtype = _read_dtype("--state-dtype", args.state_dtype)
     shape = {"--layers": args.layers, "--kv-heads": args.kv_heads, "--head-dim": args.head_dim}
@@ -89,7 +85,7 @@ def read_spec(args: argparse.Namespace, side_dtype: DType | None) -> CacheSpec:
     if given("--model", args.model) is not None:
         stated += ["--v-head-dim"] if args.v_head_dim is not None else []
         if stated:
-            raise InputError(f"--model already says what {', '.join(stated)} would; drop one")
+            raise InputError(f"--model conflicts with {', '.join(stated)}; drop one")
         return spec_from_config(read_config(args.model), dtype, state_dtype)
     if state_dtype is not None:
         raise InputError("--state-dtype is for a --model with recurrent state; drop it")
@@ -110,43 +106,28 @@ def _read_dtype(flag: str, text: str | None) -> DType | None:
     return None if given(flag, text) is None or text is None else DType.parse(text)
 
 
-class _Attempt(NamedTuple):
-    """How far building one side went, and why no further."""
-
-    spec: CacheSpec | None
-    layout: Layout | None
-    reasons: tuple[Reason, ...]
-
-
 def both_sides(
     spec_of: Callable[[SideFields], CacheSpec], prefill: SideFields, decode: SideFields
 ) -> Sides | tuple[Reason, ...]:
-    """Two layouts, or everything that is wrong with either of them and with the pair."""
-    ours, theirs = _attempt(spec_of, prefill), _attempt(spec_of, decode)
-    if ours.layout is not None and theirs.layout is not None:
-        return Sides(ours.layout, theirs.layout)
-    reasons = _told_once(ours.reasons, theirs.reasons)
-    if ours.spec is not None and theirs.spec is not None:
-        reasons += mismatches(ours.spec, theirs.spec)
-    return reasons
-
-
-def _attempt(spec_of: Callable[[SideFields], CacheSpec], side: SideFields) -> _Attempt:
-    spec = None
-    try:
-        spec = spec_of(side)
-        return _Attempt(spec, Layout(spec, **side.layout), ())
-    except Refused as refused:
-        return _Attempt(spec, None, refused.reasons)
-
-
-def _told_once(prefill: tuple[Reason, ...], decode: tuple[Reason, ...]) -> tuple[Reason, ...]:
-    """What both sides suffer from once, then each side's own reasons under its name."""
-    shared = tuple(reason for reason in prefill if reason in decode)
+    """Return two layouts, or every reason why a side or the pair is refused."""
+    specs: list[CacheSpec] = []
+    layouts: list[Layout] = []
+    refused: dict[str, tuple[Reason, ...]] = {"prefill": (), "decode": ()}
+    for name, side in (("prefill", prefill), ("decode", decode)):
+        try:
+            spec = spec_of(side)
+            specs.append(spec)
+            layouts.append(Layout(spec, **side.layout))
+        except Refused as error:
+            refused[name] = error.reasons
+    if len(layouts) == 2:
+        return Sides(*layouts)
+    shared = tuple(reason for reason in refused["prefill"] if reason in refused["decode"])
     own = tuple(
-        replace(reason, message=f"{side}: {reason.message}")
-        for side, reasons in (("prefill", prefill), ("decode", decode))
+        replace(reason, message=f"{name}: {reason.message}")
+        for name, reasons in refused.items()
         for reason in reasons
         if reason not in shared
     )
-    return shared + own
+    pair = mismatches(*specs) if len(specs) == 2 else ()
+    return shared + own + pair

@@ -15,11 +15,11 @@ from kvferry.layout.coverage import Coverage
 from kvferry.layout.intervals import Span, SpanSet
 from kvferry.memory.page_tables import (
     Chunk,
+    PageHistory,
     Pages,
     PageTableBuilder,
     PageTableValidator,
     Rows,
-    TableReach,
 )
 from kvferry.plan.choose import TransferMode
 from kvferry.protocol.events import Event, Finish, Prepare, Push
@@ -65,7 +65,7 @@ class Outgoing(Handle):
         self._abort = abort
         self._all_layers = Span(0, validator.num_layers)
         self._pushed = Coverage()
-        self._reach = TableReach()
+        self._reach = PageHistory()
         self._rows: dict[str, int] = {}
         self._pushed_states = SpanSet()
         self._state_ends: set[int] = set()

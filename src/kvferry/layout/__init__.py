@@ -1,4 +1,4 @@
-"""Layouts: what a cache consists of and how one side shards and pages it. Pure."""
+"""Layouts: what a cache consists of, and how one side shards and pages it. Pure."""
 
 from kvferry.layout.intervals import ALL_TOKENS, Span, Tokens
 from kvferry.layout.layout import ExplicitSharding, Layout, Order, Parallel, Shard

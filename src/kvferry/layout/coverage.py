@@ -1,8 +1,8 @@
 """Coverage: a growing set of (layer, token) pairs, kept as strips.
 
-A strip is a span of layers that have the same tokens. Whole chunks, which are the rule,
-cost one strip in all; a chunk that comes layer by layer costs one more while it is under
-way, because strips that have become alike are joined again.
+A strip is a span of layers with the same tokens. Whole chunks, the usual case, need one strip. A
+chunk that arrives layer by layer needs one more until it is complete, because adjacent strips with
+equal tokens are joined.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from kvferry.layout.intervals import Span, SpanSet
 
 @dataclass(slots=True, eq=False)
 class Strip:
-    """Layers that have the same tokens."""
+    """A span of layers with the same tokens."""
 
     layers: Span
     tokens: SpanSet
 
 
 class Coverage:
-    """What of a sheet of layers and tokens is there."""
+    """A growing set of (layer, token) pairs."""
 
     __slots__ = ("strips",)
 
     def __init__(self) -> None:
-        # In the order of their layers, disjoint; neighbours that touch differ.
+        # Disjoint, in the order of their layers. Strips that touch have different tokens.
         self.strips: list[Strip] = []
 
     def add(self, layers: Span, tokens: Span) -> None:
-        """Take in those tokens of those layers; overlaps and repetitions change nothing."""
+        """Add the tokens in these layers. Pairs that are present already may be added again."""
         if not len(layers) or not len(tokens):
             return
         if not self.strips or (len(self.strips) == 1 and self.strips[0].layers == layers):
-            # Whole chunks, which are the rule.
+            # The usual case: whole chunks.
             before = self.strips[0].tokens.spans if self.strips else []
             self.strips = [Strip(layers, _set_of([*before, tokens]))]
             return
         strips: list[Strip] = []
-        at = layers.first  # from here on, no strip of these layers has been met
+        at = layers.first  # The layers below are done.
         for strip in self.strips:
             inside = strip.layers.intersect(layers)
             if not len(inside):
@@ -56,21 +56,21 @@ class Coverage:
         self.strips = _joined(strips)
 
     def gaps(self, layers: Span, tokens: Span) -> list[Strip]:
-        """What of those tokens of those layers is not there, in the order of the layers."""
-        lacking = []
+        """Return the pairs of these layers and tokens that are missing, in the order of layers."""
+        missing = []
         at = layers.first
         for strip in self.strips:
             inside = strip.layers.intersect(layers)
             if not len(inside):
                 continue
-            lacking += _new(Span(at, inside.first), tokens)
-            lacking += [Strip(inside, _set_of(strip.tokens.gaps(tokens)))]
+            missing += _new(Span(at, inside.first), tokens)
+            missing += [Strip(inside, _set_of(strip.tokens.gaps(tokens)))]
             at = inside.end
-        lacking += _new(Span(at, layers.end), tokens)
-        return [strip for strip in lacking if strip.tokens.spans]
+        missing += _new(Span(at, layers.end), tokens)
+        return [strip for strip in missing if strip.tokens.spans]
 
     def overlaps(self, layers: Span, tokens: Span) -> bool:
-        """Whether one of those tokens of one of those layers is there."""
+        """Return whether any pair of these layers and tokens is present."""
         return any(
             strip.tokens.overlaps(tokens)
             for strip in self.strips
@@ -78,7 +78,7 @@ class Coverage:
         )
 
     def covers(self, layers: Span, tokens: Span) -> bool:
-        """Whether all of those tokens of all of those layers are there."""
+        """Return whether every pair of these layers and tokens is present."""
         if not len(tokens):
             return True
         at = layers.first
@@ -93,7 +93,7 @@ class Coverage:
 
     @property
     def end(self) -> int:
-        """One past the last token of any layer; 0 where there is none."""
+        """One past the last token of any layer, or 0."""
         return max((strip.tokens.spans[-1].end for strip in self.strips), default=0)
 
     def __repr__(self) -> str:
@@ -110,12 +110,12 @@ def _set_of(spans: Iterable[Span]) -> SpanSet:
 
 
 def _new(layers: Span, tokens: Span) -> list[Strip]:
-    """A strip of layers that had nothing; none where there are no such layers."""
+    """Return a strip of layers that had no tokens, or nothing if a span is empty."""
     return [Strip(layers, _set_of([tokens]))] if len(layers) and len(tokens) else []
 
 
 def _cut(strip: Strip, inside: Span, tokens: Span) -> list[Strip]:
-    """A strip of which some layers get those tokens."""
+    """Return a strip cut so that the layers ``inside`` also have these tokens."""
     more = strip.tokens.copy()
     more.add(tokens)
     below = Span(strip.layers.first, inside.first)
@@ -125,7 +125,7 @@ def _cut(strip: Strip, inside: Span, tokens: Span) -> list[Strip]:
 
 
 def _joined(strips: list[Strip]) -> list[Strip]:
-    """The same with neighbours that are alike made one."""
+    """Return the strips with adjacent ones of equal tokens joined."""
     joined = strips[:1]
     for strip in strips[1:]:
         last = joined[-1]

@@ -1,8 +1,7 @@
-"""A parsed ``config.json``, read with suspicion.
+"""Checked access to the fields of a parsed ``config.json``.
 
-``Fields`` gives a checked value or refuses with one sentence that names the
-field; no value that JSON can hold makes it raise anything else. What the fields
-mean for the cache is for ``hf.py`` and ``hf_state.py``.
+``Fields`` returns a checked value, or refuses with a sentence that names the field. No JSON value
+makes it raise anything else.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ MAX_WIDTH = 1 << 20
 MAX_WINDOW = 1 << 30
 BY_HAND = "describe the cache by hand with --layers --kv-heads --head-dim, or build a CacheSpec"
 
-# Families in which a config without num_key_value_heads has one for each query head.
+# Families in which num_key_value_heads defaults to the number of query heads.
 MULTI_HEAD = frozenset(
     {
         "apertus",
@@ -38,7 +37,7 @@ MULTI_HEAD = frozenset(
     }
 )
 
-# What the families' own loaders take for a field that is left out.
+# Defaults of the families' own loaders.
 _GEMMA = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
 _QWEN_WINDOW = {"sliding_window": 4096, "max_window_layers": 28}
 _QWEN_DELTA = {
@@ -82,30 +81,29 @@ DEFAULTS: dict[str, dict[str, int]] = {
 }
 
 
-def bad(what: str, remedy: str = "correct it") -> NoReturn:
-    """Refuse a config for what one of its fields says."""
+def reject(what: str, remedy: str = "correct it") -> NoReturn:
+    """Refuse a config because of the value of a field."""
     raise Refused.because(ReasonCode.BAD_CONFIG, f"config {what}; {remedy}, or {BY_HAND}")
 
 
-def missing(*names: str) -> NoReturn:
-    """Refuse a config for what it does not say under any of these names."""
-    bad(f"field {' or '.join(map(repr, names))} is missing", "add it")
+def reject_missing(*names: str) -> NoReturn:
+    """Refuse a config that has no field with any of these names."""
+    reject(f"field {' or '.join(map(repr, names))} is missing", "add it")
 
 
-def show(value: object) -> str:
-    """A short repr of whatever a config may hold (Python refuses to print a huge int)."""
+def short_repr(value: object) -> str:
+    """Return a short repr of any value. Python refuses to print a huge int."""
     if isinstance(value, int) and abs(value) > 1 << 64:
         return "a huge number"
     return reprlib.repr(value)
 
 
 class Fields(msgspec.Struct, frozen=True):
-    """The fields of one model. A field that is null counts as missing.
+    """The fields of one model's config. A field that is null counts as missing.
 
-    ``DEFAULTS`` stand in for what the family's published configs leave out.
-    ``cache_dtype`` is that of attention tensors, which may be quantised;
-    ``model_dtype`` is what everything else has, but for recurrent state, for
-    which the caller may know the type (``state_dtype``).
+    Missing fields have the family's ``DEFAULTS``. ``cache_dtype`` is the element type of attention
+    tensors, ``state_dtype`` that of recurrent state if the caller gives it, and ``model_dtype``
+    that of everything else.
     """
 
     family: str
@@ -115,81 +113,85 @@ class Fields(msgspec.Struct, frozen=True):
     state_dtype: DType | None = None
 
     def find(self, *names: str) -> tuple[str, object] | None:
-        """The first of these fields that has a value, else the family's default."""
+        """Return the first of these fields that has a value, or else the family's default."""
         stated = first_of(self.values, names)
         return first_of(DEFAULTS.get(self.family, {}), names) if stated is None else stated
 
     def count(
         self, *names: str, default: int | None = None, least: int = 1, most: int = MAX_WIDTH
     ) -> int:
-        """A whole number in a sane range, under any of these names."""
+        """Return a whole number in a range, under any of these names."""
         found = self.find(*names)
         if found is None:
-            return missing(*names) if default is None else default
+            return reject_missing(*names) if default is None else default
         name, value = found
-        # JSON's true is an int to Python, and no count to anyone.
+        # In Python, JSON's true is an int.
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            bad(f"field {name!r} is {show(value)}, not a whole number from {least} to {most}")
+            reject(
+                f"field {name!r} is {short_repr(value)}, not a whole number from {least} to {most}"
+            )
         return value
 
     def ratio(self, whole_name: str, parts_name: str) -> int:
-        """How often the second field goes into the first, which must come out even."""
+        """Return the first field divided by the second, without remainder."""
         whole, parts = self.count(whole_name), self.count(parts_name)
         if whole % parts:
-            bad(f"field {whole_name!r} is {whole}, not a multiple of {parts_name!r} {parts}")
+            reject(f"field {whole_name!r} is {whole}, not a multiple of {parts_name!r} {parts}")
         return whole // parts
 
     def flag(self, name: str) -> bool:
-        """A boolean; false where it is missing."""
+        """Return a boolean field, false if it is missing."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, bool):
-            bad(f"field {name!r} is {show(value)}, not true or false")
+            reject(f"field {name!r} is {short_repr(value)}, not true or false")
         return value is True
 
     def dtype(self, *names: str, default: DType) -> DType:
-        """An element type, under any of these names."""
+        """Return an element type, under any of these names."""
         found = self.find(*names)
-        return default if found is None else as_dtype(*found)
+        return default if found is None else parse_dtype(*found)
 
     def window(self) -> int | None:
-        """The sliding window; here an explicit null says that there is none."""
+        """Return the sliding window. An explicit null means that there is none."""
         if "sliding_window" in self.values and self.values["sliding_window"] is None:
             return None
         return self.count("sliding_window", default=0, most=MAX_WINDOW) or None
 
     def listed_layers(self) -> tuple[str, Sequence[object]] | None:
-        """The field with one entry per layer, where the config has one."""
+        """Return name and value of the field with an entry for each layer, if there is one."""
         found = self.find("layer_types", "layers_block_type", "hybrid_override_pattern")
         if found is None:
             return None
         name, value = found
         if isinstance(value, list) or (isinstance(value, str) and name.endswith("pattern")):
             return name, value
-        bad(f"field {name!r} is {show(value)}, not one entry for each layer")
+        reject(f"field {name!r} is {short_repr(value)}, not one entry for each layer")
 
     def num_layers(self) -> int:
-        """The layers of the model; a list with one entry for each also tells."""
+        """Return the number of layers, from its field or from the list of layers."""
         listed = self.listed_layers()
         if listed is None:
             return self.count("num_hidden_layers", most=MAX_LAYERS)
         name, entries = listed
         num_layers = self.count("num_hidden_layers", default=len(entries), most=MAX_LAYERS)
         if len(entries) != num_layers:
-            bad(f"field {name!r} has {len(entries)} entries, but the model has {num_layers} layers")
+            reject(
+                f"field {name!r} has {len(entries)} entries, but the model has {num_layers} layers"
+            )
         return num_layers
 
 
 def first_of(values: Mapping[str, object], names: Iterable[str]) -> tuple[str, object] | None:
-    """The first of these fields that is neither missing nor null."""
+    """Return name and value of the first of these fields that is not null."""
     for name in names:
         if (value := values.get(name)) is not None:
             return name, value
     return None
 
 
-def as_dtype(name: str, value: object) -> DType:
-    """The element type that a field names."""
+def parse_dtype(name: str, value: object) -> DType:
+    """Return the element type that a field names."""
     try:
         return DType.parse(value if isinstance(value, str) else "")
     except InputError:
-        bad(f"field {name!r} is {show(value)}, not one of {', '.join(DType)}")
+        reject(f"field {name!r} is {short_repr(value)}, not one of {', '.join(DType)}")

@@ -1,34 +1,28 @@
 """The recurrent state of hybrid models, as groups of a cache.
 
-Three mixers keep a state instead of an entry for each token: the gated
-delta-net, Mamba-2 and Mamba-1. Each function reads a mixer's dimensions and
-gives the groups that it adds on the layers that have it.
+Three mixers keep a state instead of an entry for each token: the gated delta-net, Mamba-2 and
+Mamba-1. Each function here reads a mixer's dimensions and returns its groups.
 
-A causal convolution over ``kernel`` inputs needs the ``kernel - 1`` inputs
-before the next token, so that is the width of every convolution state. Its
-elements have the model's type. What is summed up over tokens has the type that
-the caller or the config names, else float32. Engines differ here (vLLM's
-"auto" takes the model's type), so a caller who knows should say. Quantising the
-attention cache changes neither.
+A causal convolution over ``kernel`` inputs keeps the last ``kernel - 1`` inputs, in the model's
+type. The recurrent state has the type that the caller or the config names, else float32.
+Quantising the attention cache changes neither.
 """
 
 from __future__ import annotations
 
 from math import gcd
 
-from kvferry.layout.hf_fields import Fields, bad
+from kvferry.layout.hf_fields import Fields, reject
 from kvferry.layout.spec import DType, Group, StateRow, Tensor
 
 MAMBA1_BLOCK = 64
 
 
 def delta_groups(fields: Fields, layers: tuple[int, ...]) -> tuple[Group, ...]:
-    """Gated delta-net: a key_dim × value_dim state for each value head.
+    """Return the group of a gated delta-net: a key_dim × value_dim state for each value head.
 
-    The unit is a key head together with its value heads. Value heads are more
-    numerous, and each reads the key head of its own block of ``num_v / num_k``
-    neighbours; tensor parallelism deals out key heads and the value heads
-    follow. A finer unit would part value heads from the key they share.
+    The unit is a key head with its ``num_v / num_k`` value heads, which tensor parallelism keeps
+    together.
     """
     width = _conv_width(fields, "linear_conv_kernel_dim")
     key_dim = fields.count("linear_key_head_dim")
@@ -44,16 +38,15 @@ def delta_groups(fields: Fields, layers: tuple[int, ...]) -> tuple[Group, ...]:
 
 
 def mamba2_groups(fields: Fields, layers: tuple[int, ...]) -> tuple[Group, ...]:
-    """Mamba-2: a head_dim × state_size state for each head, and the inputs of B and C.
+    """Return the groups of Mamba-2: a head_dim × state_size state for each head, and B and C.
 
-    B and C are shared by the heads of one B/C group. They make a group of
-    their own because ranks beyond the number of B/C groups replicate them,
-    while the heads go on being divided.
+    The heads of a B/C group share B and C. These form a cache group of their own, because ranks
+    beyond the number of B/C groups replicate them while they still divide the heads.
     """
     heads = fields.count("mamba_n_heads", "mamba_num_heads")
     bc_groups = fields.count("mamba_n_groups", "n_groups")
     if heads % bc_groups:
-        bad(f"field 'mamba_n_groups' or 'n_groups' is {bc_groups}, no divisor of {heads} heads")
+        reject(f"field 'mamba_n_groups' or 'n_groups' is {bc_groups}, no divisor of {heads} heads")
     width = _conv_width(fields, "mamba_d_conv", "conv_kernel")
     head_dim = _mamba2_head_dim(fields, heads)
     state_size = fields.count("mamba_d_state", "ssm_state_size")
@@ -72,12 +65,11 @@ def mamba2_groups(fields: Fields, layers: tuple[int, ...]) -> tuple[Group, ...]:
 
 
 def mamba1_groups(fields: Fields, layers: tuple[int, ...]) -> tuple[Group, ...]:
-    """Mamba-1: a state for each channel; there are no heads.
+    """Return the group of Mamba-1: a state for each channel, without heads.
 
-    The unit is a block of 64 channels. A single channel would do, but its six
-    bytes of convolution state make poor pieces to copy; blocks are aligned and
-    still outnumber the ranks of any tensor parallelism in use. B and C are
-    made after the convolution here, so they leave no state.
+    The unit is a block of 64 channels, because a single channel has only six bytes of convolution
+    state. There are still more blocks than ranks. B and C are computed after the convolution, so
+    they have no state.
     """
     channels = _expanded(fields)
     block = gcd(channels, MAMBA1_BLOCK)
@@ -90,10 +82,10 @@ def mamba1_groups(fields: Fields, layers: tuple[int, ...]) -> tuple[Group, ...]:
 
 
 def _mamba2_head_dim(fields: Fields, heads: int) -> int:
-    """Channels of one head: stated, or the inner channels divided among the heads.
+    """Return the channels of a head: stated, or the inner channels divided by the heads.
 
-    Nemotron-H states it outright. The others state it beside the inner size,
-    or as "auto", and there the two must agree.
+    Nemotron-H states only the channels of a head. Others also state the inner size, which must
+    agree, or "auto".
     """
     if fields.find("mamba_num_heads") is not None:
         return fields.count("mamba_head_dim")
@@ -102,7 +94,9 @@ def _mamba2_head_dim(fields: Fields, heads: int) -> int:
     auto = stated is None or stated[1] == "auto"
     head_dim = inner // heads if auto else fields.count("mamba_d_head")
     if head_dim * heads != inner:
-        bad(f"field 'mamba_n_heads' is {heads}, and {head_dim} each do not make {inner} channels")
+        reject(
+            f"field 'mamba_n_heads' is {heads}, and {head_dim} each do not make {inner} channels"
+        )
     return head_dim
 
 

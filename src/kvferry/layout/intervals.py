@@ -1,8 +1,4 @@
-"""Sets of coordinates: half-open spans, and token sets with a stride.
-
-Both are values: frozen, ordered, checked when made. Nothing here knows about
-ranks, layers or heads.
-"""
+"""Sets of coordinates: half-open spans, and token sets with a stride."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ import msgspec
 
 from kvferry.errors import InputError
 
-# Positions are numbered in 64-bit integers, with room for a period of any stride above them.
+# Positions are 64-bit integers, with room for one more stride.
 MAX_POSITION = 1 << 62
 
 
@@ -34,11 +30,11 @@ class Span(msgspec.Struct, frozen=True, order=True, array_like=True):
         return self.first <= value < self.end
 
     def covers(self, other: Span) -> bool:
-        """Whether every integer of ``other`` is in this span."""
+        """Return whether every integer of ``other`` is in this span."""
         return self.first <= other.first and other.end <= self.end
 
     def intersect(self, other: Span) -> Span:
-        """The common part; an empty span where there is none."""
+        """Return the common part, which may be an empty span."""
         first = max(self.first, other.first)
         return Span(first, max(first, min(self.end, other.end)))
 
@@ -47,7 +43,7 @@ class Span(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 
 def cut(spans: Collection[Span]) -> list[Span]:
-    """The same integers in disjoint spans, cut wherever one of ``spans`` begins or ends."""
+    """Return the same integers as disjoint spans, cut wherever one of ``spans`` begins or ends."""
     edges = sorted({edge for span in spans for edge in (span.first, span.end)})
     pieces = itertools.starmap(Span, itertools.pairwise(edges))
     return [piece for piece in pieces if any(span.covers(piece) for span in spans)]
@@ -62,13 +58,13 @@ class SpanSet:
         self.spans: list[Span] = []
 
     def copy(self) -> SpanSet:
-        """Another set with the same integers."""
+        """Return another set with the same integers."""
         other = SpanSet()
         other.spans = list(self.spans)
         return other
 
     def add(self, span: Span) -> None:
-        """Take in a span; overlaps and repetitions change nothing."""
+        """Add the integers of a span. Those that are present already may be added again."""
         if not len(span):
             return
         if not self.spans or self.spans[-1].end < span.first:
@@ -82,7 +78,7 @@ class SpanSet:
         self.spans = [*before, Span(first, end), *after]
 
     def gaps(self, span: Span) -> list[Span]:
-        """The parts of ``span`` that are not in the set, in order."""
+        """Return the parts of ``span`` that are not in the set, in order."""
         edges = [span.first]
         for mine in (mine.intersect(span) for mine in self.spans):
             edges += [mine.first, mine.end] if len(mine) else []
@@ -91,11 +87,11 @@ class SpanSet:
         return [Span(first, end) for first, end in pairs if first < end]
 
     def overlaps(self, span: Span) -> bool:
-        """Whether some integer of ``span`` is in the set."""
+        """Return whether any integer of ``span`` is in the set."""
         return any(len(mine.intersect(span)) for mine in self.spans)
 
     def covers(self, span: Span) -> bool:
-        """Whether every integer of ``span`` is in the set."""
+        """Return whether every integer of ``span`` is in the set."""
         return not len(span) or any(mine.covers(span) for mine in self.spans)
 
     def __repr__(self) -> str:
@@ -103,10 +99,10 @@ class SpanSet:
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True):
-    """The positions ``first, first + step, ...`` below ``end`` (``None``: no end).
+    """The positions ``first, first + step, ...`` below ``end``, or without end if it is None.
 
-    Context parallelism by interleaving gives ``Tokens(cp_rank, None, cp)``; a
-    contiguous share gives a finite span with step 1.
+    Interleaved context parallelism gives ``Tokens(cp_rank, None, cp)``. A contiguous share is a
+    finite span with step 1.
     """
 
     first: int = 0
@@ -126,9 +122,10 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True):
         return token >= self.first and below_end and (token - self.first) % self.step == 0
 
     def clip(self, span: Span) -> Tokens:
-        """The positions of this set inside ``span``, always finite, ``end`` tight.
+        """Return the positions inside ``span``.
 
-        ``end`` is one past the last position, so equal sets compare equal.
+        The result is finite, and its ``end`` is one past its last position, so equal sets compare
+        equal.
         """
         end = span.end if self.end is None else min(self.end, span.end)
         behind = max(0, span.first - self.first)
@@ -140,18 +137,18 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_tokens(self) -> int:
-        """How many positions a finite set has."""
+        """Number of positions of a finite set."""
         if self.end is None:
             raise InputError("an unbounded token set has no count; clip it to a request first")
         return -(-(self.end - self.first) // self.step)
 
     @property
     def last(self) -> int:
-        """The last position of a finite set that is not empty."""
+        """The last position of a finite, non-empty set."""
         return self.first + (self.num_tokens - 1) * self.step
 
     def local_index(self, token: int) -> int:
-        """The place of ``token`` in this set: where a rank that holds the set keeps it."""
+        """Return the index of ``token`` in this set, which is its local token on a rank."""
         return (token - self.first) // self.step
 
     def __repr__(self) -> str:

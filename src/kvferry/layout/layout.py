@@ -1,10 +1,8 @@
 """How one side shards and pages its cache, and which rank owns what.
 
-Ownership is a product of intervals per (rank, group): layers from pipeline
-stages, units from tensor parallelism, tokens from context parallelism, inside
-one data-parallel replica. Sharding is either regular (``Parallel``) or stated
-rank by rank (``ExplicitSharding``); both end as the same thing, shards, and nothing
-downstream asks which it was.
+What a rank owns of a group is a product of intervals inside one data-parallel replica: layers from
+pipeline stages, units from tensor parallelism, tokens from context parallelism. Sharding is either
+regular (``Parallel``) or stated rank by rank (``ExplicitSharding``). Both give shards.
 
 Rank order inside a replica: ``(pp_rank * cp + cp_rank) * tp + tp_rank``.
 """
@@ -30,18 +28,17 @@ SHOWN_STAGES = 16
 
 
 class Order(StrEnum):
-    """How a page is laid out: token rows of heads, or head rows of tokens."""
+    """How a page is laid out: tokens before heads (NHD), or heads before tokens (HND)."""
 
     NHD = "nhd"
     HND = "hnd"
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """What one rank holds of one group: layers x units x tokens.
+    """What one rank holds of one group: layers × units × tokens.
 
-    ``layers`` is a span of model layer numbers; the shard has those of the
-    group's layers that lie inside. A rank may have several shards of one
-    group if they differ in nothing but disjoint layers.
+    ``layers`` is a span of model layer numbers, of which the shard has those of the group. A rank
+    may have several shards of one group that differ only in their disjoint layers.
     """
 
     group: str
@@ -54,7 +51,7 @@ Shards = tuple[tuple[Shard, ...], ...]
 
 
 class Parallel(msgspec.Struct, frozen=True, tag="parallel"):
-    """Regular sharding. ``stages`` gives the layers of each pipeline stage."""
+    """Regular sharding. ``stages`` are the numbers of layers of each pipeline stage."""
 
     tp: int = 1
     pp: int = 1
@@ -73,21 +70,21 @@ class Parallel(msgspec.Struct, frozen=True, tag="parallel"):
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of one replica."""
+        """Number of ranks of one replica."""
         return self.tp * self.pp * self.cp
 
     @property
     def lead(self) -> int:
-        """The rank that knows the first token: last pipeline stage, tp 0."""
+        """The rank that samples the first token: TP rank 0 of the last pipeline stage."""
         return (self.pp - 1) * self.cp * self.tp
 
     def refusals(self, spec: CacheSpec) -> list[Reason]:
-        """Why this sharding does not fit that model; empty where it does."""
+        """Return why this sharding does not fit a cache, or an empty list."""
         reasons = [
             Reason(
                 ReasonCode.TP_UNITS,
                 f"tp={self.tp} neither divides nor is divided by the {group.units} units (heads) "
-                f"of group {group.name!r}; use a tp that does, or state ownership rank by rank",
+                f"of group {group.name!r}; use a tp that does, or an ExplicitSharding",
             )
             for group in spec.groups
             if group.units % self.tp and self.tp % group.units
@@ -116,7 +113,7 @@ class Parallel(msgspec.Struct, frozen=True, tag="parallel"):
         return len(self.stages) == self.pp and positive and sum(self.stages) == num_layers
 
     def stage_span(self, num_layers: int, stage: int) -> Span:
-        """The layers of one pipeline stage; an uneven split favours the first stages."""
+        """Return the layers of a pipeline stage. An uneven split gives the first stages more."""
         if self.stages:
             first = sum(self.stages[:stage])
             return Span(first, first + self.stages[stage])
@@ -125,23 +122,19 @@ class Parallel(msgspec.Struct, frozen=True, tag="parallel"):
         return Span(first, first + base + (stage < extra))
 
     def stage_spans(self, num_layers: int) -> tuple[Span, ...]:
-        """The layers of each pipeline stage."""
+        """Return the layers of each pipeline stage."""
         return tuple(self.stage_span(num_layers, stage) for stage in range(self.pp))
 
     def unit_span(self, units: int, tp_rank: int) -> Span:
-        """The units of one tp rank; ``tp / units`` neighbours share one when tp is larger."""
+        """Return the units of a TP rank. If tp is larger, ``tp / units`` ranks replicate each."""
         if units % self.tp == 0:
             share = units // self.tp
             return Span(tp_rank * share, (tp_rank + 1) * share)
         unit = tp_rank // (self.tp // units)
         return Span(unit, unit + 1)
 
-    def shards(self, spec: CacheSpec) -> Shards:
-        """Each rank's shards, in rank order."""
-        return tuple(self.rank_shards(spec, rank) for rank in range(self.num_ranks))
-
     def rank_shards(self, spec: CacheSpec, rank: int) -> tuple[Shard, ...]:
-        """One rank's shards, without working out those of the others."""
+        """Return one rank's shards, without computing those of the others."""
         rest, tp_rank = divmod(rank, self.tp)
         pp_rank, cp_rank = divmod(rest, self.cp)
         stage = self.stage_span(spec.num_layers, pp_rank)
@@ -157,7 +150,7 @@ class Parallel(msgspec.Struct, frozen=True, tag="parallel"):
         )
 
     def _tokens(self, group: Group, cp_rank: int) -> Tokens:
-        # A state row belongs to the whole request: every cp rank has it.
+        # A state row belongs to the whole request, so every CP rank has it.
         if isinstance(group.kind, StateRow):
             return ALL_TOKENS
         return Tokens(cp_rank, None, self.cp)
@@ -172,9 +165,9 @@ class Parallel(msgspec.Struct, frozen=True, tag="parallel"):
 
 
 class ExplicitSharding(msgspec.Struct, frozen=True, tag="stated"):
-    """Ownership stated rank by rank, for engines whose sharding no formula gives.
+    """Shards stated rank by rank, for engines with irregular sharding.
 
-    ``lead`` is the rank that knows the first token.
+    ``lead`` is the rank that samples the first token.
     """
 
     ranks: Shards
@@ -190,28 +183,24 @@ class ExplicitSharding(msgspec.Struct, frozen=True, tag="stated"):
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of one replica."""
+        """Number of ranks of one replica."""
         return len(self.ranks)
 
     def refusals(self, spec: CacheSpec) -> list[Reason]:
-        """Shards outside the model, or two of one rank that conflict."""
+        """Return why these shards do not fit a cache, or an empty list."""
         groups = {group.name: group for group in spec.groups}
         reasons: list[Reason] = []
         for rank, shards in enumerate(self.ranks):
             for shard in shards:
                 reasons += _outside(spec, groups, rank, shard)
-            # In layer order only neighbours can overlap, and one comparison each will do.
+            # Sorted by layers, only neighbours can overlap.
             ordered = sorted(shards, key=lambda held: (held.group, held.layers))
             for one, two in itertools.pairwise(ordered):
                 reasons += _conflict(rank, one, two)
         return reasons[:MAX_REASONS]
 
-    def shards(self, spec: CacheSpec) -> Shards:
-        """Each rank's shards, in rank order."""
-        return tuple(self.rank_shards(spec, rank) for rank in range(self.num_ranks))
-
     def rank_shards(self, spec: CacheSpec, rank: int) -> tuple[Shard, ...]:
-        """One rank's shards as stated, without those that have none of the group's layers."""
+        """Return one rank's shards, without those that have none of the group's layers."""
         return tuple(h for h in self.ranks[rank] if spec.group(h.group).layers_in(h.layers))
 
     def __str__(self) -> str:
@@ -219,7 +208,7 @@ class ExplicitSharding(msgspec.Struct, frozen=True, tag="stated"):
 
 
 def _outside(spec: CacheSpec, known: Mapping[str, Group], rank: int, shard: Shard) -> list[Reason]:
-    """Why a stated shard names something the model does not have."""
+    """Return why a shard lies outside the model, if it does."""
     if shard.group not in known:
         wrong = f"group {shard.group!r}, but the cache has {', '.join(known)}"
     elif shard.units.end > known[shard.group].units or not len(shard.units):
@@ -235,7 +224,7 @@ def _outside(spec: CacheSpec, known: Mapping[str, Group], rank: int, shard: Shar
 
 
 def _conflict(rank: int, one: Shard, two: Shard) -> list[Reason]:
-    """Why two stated shards of one rank cannot stand together."""
+    """Return why two shards of one rank conflict, if they do."""
     if one.group != two.group:
         return []
     both = one.layers.intersect(two.layers)
@@ -255,7 +244,7 @@ Sharding = Parallel | ExplicitSharding
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """One side: a cache, how it is sharded, how it is paged, and how often it is replicated."""
+    """One side: its cache, sharding, paging and number of data-parallel replicas."""
 
     spec: CacheSpec
     sharding: Sharding = Parallel()
@@ -276,20 +265,21 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of one replica. A plan concerns one replica of each side."""
+        """Number of ranks of one replica. A plan is for one replica of each side."""
         return self.sharding.num_ranks
 
     @property
     def lead(self) -> int:
-        """The rank whose closing message carries the metadata."""
+        """The rank whose Close message carries the metadata."""
         return self.sharding.lead
 
     def shards(self) -> Shards:
-        """Each rank's shards, in rank order."""
-        return self.sharding.shards(self.spec)
+        """Return each rank's shards, in rank order."""
+        ranks = range(self.num_ranks)
+        return tuple(self.sharding.rank_shards(self.spec, rank) for rank in ranks)
 
     def rank_shards(self, rank: int) -> tuple[Shard, ...]:
-        """One rank's shards, without working out those of the others."""
+        """Return one rank's shards, without computing those of the others."""
         if not 0 <= rank < self.num_ranks:
             raise InputError(f"there is no rank {rank}; the layout has 0..{self.num_ranks - 1}")
         return self.sharding.rank_shards(self.spec, rank)
@@ -303,7 +293,7 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 def find_shard(shards: Sequence[Shard], group: str, layer: int) -> Shard:
-    """The shard of one rank that contains that layer of that group."""
+    """Return the one of a rank's shards that has this layer of this group."""
     for shard in shards:
         if shard.group == group and layer in shard.layers:
             return shard

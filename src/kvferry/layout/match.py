@@ -1,7 +1,6 @@
-"""Whether two sides describe the same cache, and if not, every reason why.
+"""Compares the caches of two sides, and gives every reason why they do not match.
 
-What must match is what the bytes mean: groups, layers, units, tensors, widths.
-How a side shards, pages or orders them is free.
+Groups, layers, units, tensors and widths must match. Sharding, paging and page order may differ.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ from kvferry.layout.spec import CacheSpec, Group, Tensor, Window
 
 
 def mismatches(source: CacheSpec, target: CacheSpec) -> tuple[Reason, ...]:
-    """Every reason why ``target`` cannot take what ``source`` computes."""
-    theirs = {group.name: group for group in target.groups}
-    ours = {group.name: group for group in source.groups}
+    """Return every reason why ``target`` cannot use the cache of ``source``."""
+    at_source = {group.name: group for group in source.groups}
+    at_target = {group.name: group for group in target.groups}
     reasons: list[Reason] = []
-    if ours.keys() != theirs.keys():
+    if at_source.keys() != at_target.keys():
         message = (
-            f"prefill has the groups {', '.join(sorted(ours))} and decode "
-            f"{', '.join(sorted(theirs))}; serve the same model on both sides"
+            f"prefill has the groups {', '.join(sorted(at_source))} and decode "
+            f"{', '.join(sorted(at_target))}; serve the same model on both sides"
         )
         reasons.append(Reason(ReasonCode.GROUPS, message))
     if source.num_layers != target.num_layers:
@@ -27,8 +26,8 @@ def mismatches(source: CacheSpec, target: CacheSpec) -> tuple[Reason, ...]:
             f"serve the same model on both sides"
         )
         reasons.append(Reason(ReasonCode.LAYERS, message))
-    for name in (name for name in ours if name in theirs):
-        reasons += _group_mismatches(ours[name], theirs[name])
+    for name in (name for name in at_source if name in at_target):
+        reasons += _group_mismatches(at_source[name], at_target[name])
     return tuple(reasons)
 
 
@@ -53,19 +52,19 @@ def _group_mismatches(source: Group, target: Group) -> list[Reason]:
 
 
 def _tensor_mismatches(source: Group, target: Group) -> list[Reason]:
-    ours = {tensor.name: tensor for tensor in source.tensors}
-    theirs = {tensor.name: tensor for tensor in target.tensors}
-    if list(ours) != list(theirs):
-        text = f"has the tensors {', '.join(ours)} at prefill and {', '.join(theirs)} at decode"
+    at_source = {tensor.name: tensor for tensor in source.tensors}
+    at_target = {tensor.name: tensor for tensor in target.tensors}
+    if list(at_source) != list(at_target):
+        names = f"{', '.join(at_source)} at prefill and {', '.join(at_target)} at decode"
         message = (
-            f"group {source.name!r} {text}, so one can't read the other's; use engines that keep "
-            f"it in the same form on this device, and describe it alike, in the same order"
+            f"group {source.name!r} has the tensors {names}, so one can't read the other's; use "
+            f"engines with the same form of cache, and list its tensors in the same order"
         )
         return [Reason(ReasonCode.TENSORS, message)]
     return [
         reason
-        for name in ours
-        for reason in _one_tensor_mismatch(source.name, ours[name], theirs[name])
+        for name in at_source
+        for reason in _one_tensor_mismatch(source.name, at_source[name], at_target[name])
     ]
 
 

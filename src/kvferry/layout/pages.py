@@ -1,8 +1,8 @@
-"""Which pages hold which tokens. The one place that says so.
+"""Maps tokens to pages. No other module does.
 
-A rank keeps its tokens of a request one after another, page by page: its *local tokens*, counted
-from 0. Pages are counted in the same way, from the request's first; which pages of the pool they
-are, a page table says. A slot group has one row a request, which counts as page 0.
+A rank stores its tokens of a request in order, page by page: its *local tokens*, counted from 0.
+Pages are counted from the request's first page, and a page table maps them to pages of the pool. A
+state group has one row per request, which counts as page 0.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvferry.layout.spec import Group, StateRow
 
 
 class LocalTokens(NamedTuple):
-    """Tokens of a request as one rank keeps them: ``first``, then every ``advance``-th."""
+    """Tokens of a request on one rank: from local token ``first`` on, every ``advance``-th."""
 
     page_tokens: int
     first: int
@@ -23,11 +23,11 @@ class LocalTokens(NamedTuple):
 
     @property
     def start(self) -> tuple[int, int]:
-        """The page of the first, and its place in that page."""
+        """The page of the first token, and its index in that page."""
         return divmod(self.first, self.page_tokens)
 
     def pages(self, num_tokens: int) -> Span:
-        """The pages from that of the first to that of the last of so many; none for none."""
+        """Return the pages from that of the first to that of the last of ``num_tokens`` tokens."""
         page_tokens, first, advance = self
         page = first // page_tokens
         if num_tokens == 0:
@@ -36,12 +36,12 @@ class LocalTokens(NamedTuple):
 
 
 def touched_pages(tokens: Span, page_tokens: int) -> Span:
-    """The pages that tokens lie in where every token is kept; none for no tokens."""
+    """Return the pages of these tokens on a rank that holds every token."""
     return LocalTokens(page_tokens, tokens.first).pages(len(tokens))
 
 
 def local_tokens(layout: Layout, group: Group, held: Shard, tokens: Tokens) -> LocalTokens:
-    """Where a rank of ``layout`` keeps these tokens, all of which it holds."""
+    """Return where a rank of ``layout`` keeps these tokens. It must hold all of them."""
     if isinstance(group.kind, StateRow):
         return LocalTokens(1, 0)
     mine = held.tokens
@@ -50,7 +50,7 @@ def local_tokens(layout: Layout, group: Group, held: Shard, tokens: Tokens) -> L
 
 
 def local_pages(layout: Layout, group: Group, held: Shard, tokens: Span) -> Span:
-    """The pages in which a rank of ``layout`` keeps its share of these tokens."""
+    """Return the pages in which a rank of ``layout`` keeps its share of these tokens."""
     if isinstance(group.kind, StateRow):
         return Span(0, 1)
     mine = held.tokens.clip(tokens)

@@ -1,12 +1,9 @@
-"""What a model's cache consists of, before anyone shards it.
+"""What a model's cache consists of, independent of sharding and paging.
 
-A ``CacheSpec`` is a list of groups. A group is a set of tensors that are
-sharded alike: the same layers, the same units (KV heads, state channels), the
-same relation to tokens. Coordinates are logical: (group, layer, token, unit).
-Layers are model-wide numbers, so the two sides pair tensors by identity and
-never by position in a list.
-
-Nothing here knows ranks, pages or addresses.
+A ``CacheSpec`` is a list of groups. A group is a set of tensors that are sharded alike: the same
+layers, the same units (KV heads, state channels), the same relation to tokens. Coordinates are
+logical: (group, layer, token, unit). Layers have model-wide numbers, by which the two sides pair
+tensors.
 """
 
 from __future__ import annotations
@@ -22,12 +19,12 @@ from kvferry.layout.intervals import Span
 MAX_LAYERS = 4096
 MAX_UNITS = 65536
 MAX_GROUPS = 64
-# With 8 bytes an element and MAX_UNITS units, one token's row stays far below 2**62 bytes.
+# With 8 bytes per element and MAX_UNITS units, a token's row is far below 2**62 bytes.
 MAX_ELEMENTS = 1 << 24
 
 
 class DType(StrEnum):
-    """Element types a cache can have. Only the width matters to a byte mover."""
+    """Element types of a cache. Copies only depend on the width."""
 
     FLOAT64 = "float64"
     FLOAT32 = "float32"
@@ -45,7 +42,7 @@ class DType(StrEnum):
 
     @classmethod
     def parse(cls, text: str) -> DType:
-        """Read a dtype as people and engines write it."""
+        """Return the type for a name as written by people and engines."""
         name = _ALIASES.get(text.lower().removeprefix("torch."), text.lower())
         try:
             return cls(name.removeprefix("torch."))
@@ -79,11 +76,11 @@ _ALIASES = {
 
 
 class Paged(msgspec.Struct, frozen=True, tag="paged"):
-    """Follows tokens: every position of the request has an entry."""
+    """Kind of group with an entry for every token of a request."""
 
 
 class Window(msgspec.Struct, frozen=True, tag="window"):
-    """Follows tokens, but only the last ``num_tokens`` of them are kept."""
+    """Kind of group with an entry for each of the last ``num_tokens`` tokens."""
 
     num_tokens: int
 
@@ -93,14 +90,14 @@ class Window(msgspec.Struct, frozen=True, tag="window"):
 
 
 class StateRow(msgspec.Struct, frozen=True, tag="slot"):
-    """One row a request: the state after its last token."""
+    """Kind of group with one row per request: the state after its last token."""
 
 
 Kind = Paged | Window | StateRow
 
 
 class Tensor(msgspec.Struct, frozen=True):
-    """One tensor of a group: ``elements`` per unit, per token (or per row of a slot)."""
+    """One tensor of a group: ``elements`` per unit, for each token or state row."""
 
     name: str
     dtype: DType
@@ -116,7 +113,7 @@ class Tensor(msgspec.Struct, frozen=True):
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of one unit, at one token or in one row."""
+        """Bytes of one unit for one token or state row."""
         return self.elements * self.dtype.num_bytes
 
 
@@ -148,29 +145,29 @@ class Group(msgspec.Struct, frozen=True):
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of one unit over all tensors of one layer, at one token or in one row."""
+        """Bytes of one unit over all tensors of one layer, for one token or state row."""
         return sum(tensor.unit_bytes for tensor in self.tensors)
 
     def layers_in(self, span: Span) -> tuple[int, ...]:
-        """The group's layers whose numbers lie in ``span``."""
+        """Return the group's layers whose numbers are in ``span``."""
         return self.layers[
             bisect_left(self.layers, span.first) : bisect_left(self.layers, span.end)
         ]
 
     def places_in(self, span: Span) -> Span:
-        """Those layers counted by their places in the group."""
+        """Return the indices, among the group's layers, of those in ``span``."""
         first = bisect_left(self.layers, span.first)
         return Span(first, max(first, bisect_left(self.layers, span.end)))
 
     def layers_at(self, places: Span) -> Span:
-        """The span of layer numbers that those places have; the way back from ``places_in``."""
+        """Return the span of layer numbers of these indices: the inverse of ``places_in``."""
         return Span(self.layers[places.first], self.layers[places.end - 1] + 1)
 
     def owed(self, num_tokens: int, prefix: int = 0) -> Span:
-        """The positions that must travel when the target already has ``prefix`` tokens.
+        """Return the positions to transfer if the target already has ``prefix`` tokens.
 
-        A slot row counts as the entry of the last token, so that a request
-        which is cached in full owes nothing in any group.
+        A state row counts as the entry of the last token, so a request that is cached in full
+        needs no transfer in any group.
         """
         match self.kind:
             case Paged():
@@ -183,7 +180,7 @@ class Group(msgspec.Struct, frozen=True):
 
 
 class CacheSpec(msgspec.Struct, frozen=True):
-    """A model's cache: its layers (numbered from 0) and its groups."""
+    """A model's cache: its number of layers and its groups."""
 
     num_layers: int
     groups: tuple[Group, ...]
@@ -208,7 +205,7 @@ class CacheSpec(msgspec.Struct, frozen=True):
                 )
 
     def group(self, name: str) -> Group:
-        """The group of that name."""
+        """Return the group with this name."""
         for group in self.groups:
             if group.name == name:
                 return group
@@ -216,7 +213,7 @@ class CacheSpec(msgspec.Struct, frozen=True):
         raise InputError(f"no group {name!r} in this cache; it has {known}")
 
     def payload_bytes(self, num_tokens: int) -> int:
-        """Bytes of one request's cache, each unit counted once."""
+        """Return the bytes of one request's cache, with each unit counted once."""
         return sum(
             len(group.owed(num_tokens)) * len(group.layers) * group.units * group.unit_bytes
             for group in self.groups
@@ -231,7 +228,7 @@ def attention(
     v_head_dim: int | None = None,
     dtype: DType = DType.BFLOAT16,
 ) -> CacheSpec:
-    """The cache of a plain transformer: one paged group with K and V in every layer."""
+    """Return the cache of a plain transformer: one paged group with K and V in every layer."""
     group = attention_group("kv", Paged(), range(layers), kv_heads, head_dim, v_head_dim, dtype)
     return CacheSpec(num_layers=layers, groups=(group,))
 
@@ -245,7 +242,7 @@ def attention_group(
     v_head_dim: int | None,
     dtype: DType,
 ) -> Group:
-    """A group with a K and a V tensor; ``v_head_dim`` defaults to ``head_dim``."""
+    """Return a group with a K and a V tensor. ``v_head_dim`` defaults to ``head_dim``."""
     return Group(
         name=name,
         kind=kind,

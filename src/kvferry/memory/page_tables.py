@@ -1,6 +1,6 @@
-"""Page tables as an engine gives them: page numbers in any order, chunk by chunk or at once.
+"""Page tables as an engine gives them: at once, or chunk by chunk in any order.
 
-Pure. What is wrong is said before anything is sent.
+The engine's page numbers are validated here, before anything is sent.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from kvferry.plan.places import PageTable, PoolMap
 from kvferry.plan.plan import Request
 from kvferry.protocol.messages import MAX_PAGES, PageTableMessage
 
-# Pages of all groups that follow tokens, or group by group. In a push None stands for a page that a
-# window has dropped.
+# Pages of all groups that follow tokens, or by group. In a push, None is a page that a window has
+# dropped.
 Pages = Sequence[int | None] | Mapping[str, Sequence[int | None]]
-# The request's state row, in all slot groups or group by group.
+# The request's state row, in all state groups or by group.
 Rows = int | Mapping[str, int]
-# Per group, the place of a chunk's first page in the request, and the pages.
+# By group, the index in the request of a chunk's first page, and the pages.
 Chunk = Mapping[str, tuple[int, tuple[int, ...]]]
-# Where no page was named yet, or a window's page was dropped. No binding takes it for one.
+# An entry whose page is not known yet, or was dropped by a window. ``bind`` refuses it.
 UNKNOWN = -1
 
 
 class PageTableValidator:
-    """What one rank holds, as far as page tables are concerned."""
+    """Validates one rank's page tables and state rows against its layout and pools."""
 
     def __init__(self, layout: Layout, rank: int, pools: PoolMap) -> None:
         held = layout.rank_shards(rank)
@@ -47,29 +47,29 @@ class PageTableValidator:
             for group in groups
         }
         self._num_pages = {group.name: _num_pages(pools, group) for group in groups}
-        self._slots = [group.name for group in groups if isinstance(group.kind, StateRow)]
-        self._paged = [group for group in groups if not isinstance(group.kind, StateRow)]
+        self._state_groups = [group.name for group in groups if isinstance(group.kind, StateRow)]
+        self._token_groups = [group for group in groups if not isinstance(group.kind, StateRow)]
 
     # ------------------------------------------------------------ all at once
 
     def tables(
         self, request: Request, pages: Pages, rows: Rows | None
     ) -> tuple[PageTableMessage, ...]:
-        """The tables of a whole request, from the first page that it may touch on."""
+        """Return the tables of a whole request, to be sent to a source."""
         tables = []
-        for group in self._paged:
+        for group in self._token_groups:
             given = tuple(page for page in _pages_of(group.name, pages) if page is not None)
             first = self._first_page(group, request, len(given))
-            self._demand_good(group.name, given)
+            self._check_pages(group.name, given)
             tables.append(PageTableMessage(group.name, given, first))
-        for name in self._slots:
+        for name in self._state_groups:
             row = (_row_of(name, rows),)
-            self._demand_good(name, row)
+            self._check_pages(name, row)
             tables.append(PageTableMessage(name, row))
         return tuple(tables)
 
     def _first_page(self, group: Group, request: Request, num_given: int) -> int:
-        """Pages are counted from the request's start, or from the first one that it needs."""
+        """Return the index of the first given page: 0, or the first page to be filled."""
         everything = self._local_pages(group, Span(0, request.num_tokens))
         needed = self._local_pages(group, group.owed(request.num_tokens, request.prefix))
         if num_given >= everything.end:
@@ -78,7 +78,7 @@ class PageTableValidator:
             return needed.first
         raise InputError(
             f"group {group.name!r} was given {num_given} pages; give all {everything.end} of the "
-            f"request, or just the {len(needed)} that are to be filled"
+            f"request, or only the {len(needed)} to be filled"
         )
 
     # ------------------------------------------------------------ chunk by chunk
@@ -90,12 +90,13 @@ class PageTableValidator:
         layers: Span | None = None,
         known: Chunk | None = None,
     ) -> Chunk:
-        """The pages that a chunk touches, in groups of which this rank holds such layers.
+        """Return the pages that a chunk touches, in groups of which this rank holds these layers.
 
-        What is as in ``known`` was found to be good, and is given back as the same object.
+        ``known`` is a chunk that was validated before. A group that has the same pages there is
+        not validated again, and its entry of ``known`` is returned.
         """
         chunks: dict[str, tuple[int, tuple[int, ...]]] = {}
-        for group in self._paged:
+        for group in self._token_groups:
             if not self._has(group.name, layers):
                 continue
             local = self._local_pages(group, tokens)
@@ -106,11 +107,11 @@ class PageTableValidator:
             if before == (local.first, given) and len(given) == len(local):
                 chunks[group.name] = before
                 continue
-            self._demand_good(group.name, [p for p in named if p is not None] if gaps else named)
+            self._check_pages(group.name, [p for p in named if p is not None] if gaps else named)
             if len(given) != len(local):
                 raise InputError(
                     f"tokens {tokens} touch {len(local)} pages of group {group.name!r}, "
-                    f"and {len(given)} were given"
+                    f"but {len(given)} were given; pass one page for each"
                 )
             chunks[group.name] = (local.first, given)
         return chunks
@@ -118,18 +119,18 @@ class PageTableValidator:
     def rows(
         self, rows: Rows | None, layers: Span | None = None, known: Mapping[str, int] | None = None
     ) -> dict[str, int]:
-        """The state row of each slot group of which this rank holds such layers.
+        """Return the state row of each state group of which this rank holds these layers.
 
-        ``known`` are those that were named before.
+        ``known`` are the rows that were given before. They may not change.
         """
         known = known or {}
-        mine = [name for name in self._slots if self._has(name, layers)]
+        mine = [name for name in self._state_groups if self._has(name, layers)]
         found = {name: _row_of(name, rows, known.get(name)) for name in mine}
         for name, row in found.items():
-            self._demand_good(name, (row,))
+            self._check_pages(name, (row,))
             if row != known.get(name, row):
                 raise InputError(
-                    f"group {name!r} was given the row {row}, and {known[name]} before; "
+                    f"group {name!r} was given row {row}, but {known[name]} before; "
                     f"a request has one row in each group"
                 )
         return found
@@ -138,10 +139,10 @@ class PageTableValidator:
         return layers is None or any(layer in layers for layer in self._layers[group])
 
     def _local_pages(self, group: Group, tokens: Span) -> Span:
-        """The pages that hold this rank's share of those tokens."""
+        """Return the pages that hold this rank's share of these tokens."""
         return local_pages(self._layout, group, self._shards[group.name], tokens)
 
-    def _demand_good(self, group: str, pages: Sequence[int]) -> None:
+    def _check_pages(self, group: str, pages: Sequence[int]) -> None:
         most = self._num_pages[group]
         if pages and not (min(pages) >= 0 and max(pages) < most):
             raise InputError(
@@ -150,11 +151,11 @@ class PageTableValidator:
             )
         if len(pages) > MAX_PAGES:
             raise InputError(
-                f"group {group!r} names {len(pages)} pages, and a room has {MAX_PAGES} at most; "
+                f"group {group!r} names {len(pages)} pages, but a room may have {MAX_PAGES}; "
                 f"use larger pages"
             )
         if len(set(pages)) != len(pages):
-            raise InputError(f"group {group!r} names a page twice; each holds other tokens")
+            raise InputError(f"group {group!r} names a page twice; give each page once")
 
 
 def _num_pages(pools: PoolMap, group: Group) -> int:
@@ -162,7 +163,7 @@ def _num_pages(pools: PoolMap, group: Group) -> int:
 
 
 def _pages_of(group: str, pages: Pages, *, gaps: bool = False) -> list[int | None]:
-    """Of one group. Where there may be no ``gaps``, every page has a number."""
+    """Return the pages of one group. Without ``gaps`` every page has a number."""
     if not isinstance(pages, Mapping):
         return _numbers(group, pages, gaps=gaps)
     if group not in pages:
@@ -171,15 +172,15 @@ def _pages_of(group: str, pages: Pages, *, gaps: bool = False) -> list[int | Non
 
 
 def _numbers(group: str, pages: Sequence[int | None], *, gaps: bool) -> list[int | None]:
-    """Python integers, whatever the engine counts with."""
+    """Return the page numbers as Python integers."""
     try:
-        # Arrays and tensors have this; their own integers can't travel.
+        # Arrays and tensors have tolist(). Their own integers cannot be encoded.
         listed: Sequence[Any] = pages.tolist() if hasattr(pages, "tolist") else pages
         if not gaps:
             return list(map(index, listed))
         return [None if page is None else page.__index__() for page in listed]
     except (AttributeError, TypeError):
-        raise InputError(f"pages of group {group!r} are whole numbers in a flat list") from None
+        raise InputError(f"pages of group {group!r} must be whole numbers in a flat list") from None
 
 
 def _row_of(group: str, rows: Rows | None, known: int | None = None) -> int:
@@ -191,7 +192,7 @@ def _row_of(group: str, rows: Rows | None, known: int | None = None) -> int:
 
 
 class KnownPages:
-    """The pages of one group of one room, as far as they were named, in any order."""
+    """The pages of one group of one room as far as they are known, from page ``first`` on."""
 
     def __init__(self, first: int) -> None:
         self.first = first
@@ -199,18 +200,18 @@ class KnownPages:
 
     @property
     def num_pages(self) -> int:
-        """Those that were named."""
+        """Number of known pages."""
         return len(self.pages) - self.pages.count(UNKNOWN)
 
-    def takes(self, first: int, pages: Sequence[int]) -> bool:
-        """Whether no other page was named before for one of these places."""
+    def agrees(self, first: int, pages: Sequence[int]) -> bool:
+        """Return whether no other page is known for one of these entries."""
         skip = first - self.first
         known = self.pages[max(0, skip) : max(0, skip + len(pages))]
         given = pages[max(0, -skip) :]
         return all(one in (UNKNOWN, two) for one, two in zip(known, given, strict=False))
 
     def put(self, first: int, pages: Sequence[int]) -> bool:
-        """Take in pages from that place on; whether one of them is new."""
+        """Set the pages from entry ``first`` on. Return whether one of them is new."""
         if first < self.first:
             self.pages[:0] = [UNKNOWN] * (self.first - first)
             self.first = first
@@ -222,29 +223,29 @@ class KnownPages:
         return True
 
 
-class TableReach:
-    """What an engine has said of a room's pages; checked before anything is done."""
+class PageHistory:
+    """The pages that an engine has given for a room so far. Refuses conflicting pages."""
 
     def __init__(self) -> None:
         self._known: dict[str, KnownPages] = {}
-        # What was named last of each group, and comes again layer by layer.
+        # The latest chunk of each group, which is given again for other layers.
         self.latest: Chunk = {}
 
     def extend(self, chunk: Chunk) -> None:
-        """Take in a chunk. Raises ``InputError``, and then nothing was taken in."""
+        """Add a chunk. If it raises ``InputError``, nothing was added."""
         new = {group: its for group, its in chunk.items() if its is not self.latest.get(group)}
         for group, (first, pages) in new.items():
             known = self._known.get(group)
             if known is None or not pages:
                 continue
-            if not known.takes(first, pages):
+            if not known.agrees(first, pages):
                 raise InputError(
-                    f"group {group!r} names other pages for tokens that had some before; "
-                    f"all layers of a group have the same"
+                    f"group {group!r} names other pages than before for the same tokens; "
+                    f"all layers of a group share their pages"
                 )
             far = max(known.first + len(known.pages), first + len(pages))
             if far - min(known.first, first) > MAX_PAGES:
-                raise InputError(f"group {group!r} names pages too far apart; push nearer tokens")
+                raise InputError(f"group {group!r} names pages too far apart; push closer tokens")
         for group, (first, pages) in new.items():
             if pages:
                 self._known.setdefault(group, KnownPages(first)).put(first, pages)
@@ -252,34 +253,34 @@ class TableReach:
 
 
 class PageTableBuilder:
-    """A source's tables of one room, as its engine fills them."""
+    """A source's page tables of one room, filled chunk by chunk."""
 
     def __init__(self) -> None:
         self._known: dict[str, KnownPages] = {}
-        self._made: dict[str, PageTable] = {}
+        self._tables: dict[str, PageTable] = {}
 
     def add(self, chunk: Chunk) -> None:
-        """Take in a chunk that fits. The page that two chunks share is named by both."""
+        """Add a validated chunk. Two chunks may share a page."""
         for group, (first, pages) in chunk.items():
             if not pages:
                 continue
             known = self._known.setdefault(group, KnownPages(first))
-            # What was bound before is found again by its table, so that one must stay.
+            # Bindings are cached by table, so an unchanged table must stay the same object.
             if known.put(first, pages):
-                self._made.pop(group, None)
+                self._tables.pop(group, None)
 
     def add_rows(self, rows: Mapping[str, int]) -> None:
-        """Take in the state rows."""
+        """Add validated state rows."""
         self.add({group: (0, (row,)) for group, row in rows.items()})
 
     @property
     def num_pages(self) -> int:
-        """Of the group that has most."""
+        """Number of pages of the largest group."""
         return max((known.num_pages for known in self._known.values()), default=0)
 
     def tables(self) -> dict[str, PageTable]:
-        """As a binding takes them."""
+        """Return the tables by group, as ``bind`` takes them."""
         for group, known in self._known.items():
-            if group not in self._made:
-                self._made[group] = PageTable(known.pages, known.first)
-        return dict(self._made)
+            if group not in self._tables:
+                self._tables[group] = PageTable(known.pages, known.first)
+        return dict(self._tables)

@@ -1,9 +1,8 @@
-"""An engine's pools as kvferry needs them: regions, and where each tensor lies in them.
+"""An engine's pools as regions, and the placement of each tensor in them.
 
-Arrays may be torch tensors, numpy arrays or anything that shows the same
-attributes; torch is never imported here. Only addresses and strides are read,
-so a view is as good as an array: K and V packed in one tensor are two views of
-it. Views that overlap share one region.
+Arrays are torch tensors, numpy arrays or objects with the same attributes. torch is not imported
+here. Only addresses and strides are read, so views work: K and V packed in one tensor are two views
+of it. Overlapping views share a region.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from kvferry.layout.spec import Group, StateRow, Tensor
 from kvferry.plan.places import Base, Placement, PoolMap, contiguous_pools
 from kvferry.regions import HOST, Device, Region
 
-# One array per layer in ascending order, or by layer number, or one with a leading layer axis.
+# One array per layer in ascending order, or by layer number, or an array with a leading layer axis.
 Layers = Sequence[Any] | Mapping[int, Any] | Any
-# group -> tensor -> layers
+# Arrays by group and tensor.
 PoolArrays = Mapping[str, Mapping[str, Layers]]
-# A number of bytes to an array of them, such as a transport's ``allocate``.
+# Returns an array of this many bytes, such as a transport's ``allocate``.
 Allocate = Callable[[int], NDArray[np.uint8]]
 
 
 class Memory(NamedTuple):
-    """One rank's pools. ``owners`` are kept only to keep the memory alive."""
+    """One rank's pools. ``owners`` keep the memory alive."""
 
     map: PoolMap
     regions: tuple[Region, ...]
@@ -40,21 +39,21 @@ class Memory(NamedTuple):
     def at(
         pools: PoolMap, regions: Sequence[Region | tuple[int, int] | tuple[int, int, str]]
     ) -> Memory:
-        """Pools given by placements and raw ``(pointer, length, device)``."""
-        taken = tuple(_region(entry) for entry in regions)
+        """Return pools given by placements and raw ``(pointer, length, device)``."""
+        given = tuple(_region(entry) for entry in regions)
         named = {base.region for placement in pools.placements for base in placement.bases}
-        if named and max(named) >= len(taken):
+        if named and max(named) >= len(given):
             raise InputError(
-                f"a placement names region {max(named)}, but only {len(taken)} were given"
+                f"a placement names region {max(named)}, but only {len(given)} were given"
             )
-        return Memory(pools, taken)
+        return Memory(pools, given)
 
     @staticmethod
     def of(layout: Layout, rank: int, pools: PoolArrays) -> Memory:
-        """Pools given as arrays of ``[pages, tokens, units, ...]``, or units before tokens.
+        """Return pools given as arrays of ``[pages, tokens, units, ...]``, or units before tokens.
 
-        The layout's order says which. Arrays of state rows have no token axis, and
-        a group of which this rank holds one unit needs no unit axis.
+        The layout's order decides which. Arrays of state rows have no token axis. A group of
+        which this rank holds one unit needs no unit axis.
         """
         views: list[_View] = []
         for group, num_units, layers in _held(layout, rank):
@@ -69,24 +68,24 @@ class Memory(NamedTuple):
     def allocate(
         layout: Layout, rank: int, num_pages: int, allocate: Allocate, num_rows: int = 1
     ) -> Memory:
-        """Dense pools in memory that ``allocate`` gives; ``owners`` are its arrays, by region."""
+        """Return dense pools in memory from ``allocate``. ``owners`` are its arrays, by region."""
         pools = contiguous_pools(layout, rank, num_pages, num_rows)
         arrays = [allocate(num_bytes) for num_bytes in pools.region_bytes]
         return Memory(pools.map, tuple(Region(a.ctypes.data, a.nbytes) for a in arrays), arrays)
 
     @property
     def device(self) -> Device:
-        """The device of all its regions."""
+        """The device of all regions. Raises ``InputError`` if there are several."""
         devices = {region.device for region in self.regions}
         if len(devices) > 1:
             raise InputError(
-                "the pools of one endpoint lie on several devices; use one endpoint each"
+                "the pools of one endpoint lie on several devices; use an endpoint for each device"
             )
         return devices.pop() if devices else HOST
 
 
 def arrays_of(pools: PoolArrays) -> Iterator[Any]:
-    """Every array among the pools."""
+    """Return every array of the pools."""
     for tensors in pools.values():
         for layers in tensors.values():
             yield from layers.values() if isinstance(layers, Mapping) else layers
@@ -101,7 +100,7 @@ def _region(entry: Region | tuple[int, int] | tuple[int, int, str]) -> Region:
 
 
 def _held(layout: Layout, rank: int) -> list[tuple[Group, int, tuple[int, ...]]]:
-    """Every group that the rank holds something of: how many units, and which layers."""
+    """Return each group of which the rank holds a shard, with its number of units and layers."""
     held = layout.rank_shards(rank)
     found = []
     for group in layout.spec.groups:
@@ -138,7 +137,7 @@ def _by_layer(
 
 
 class _Axes(NamedTuple):
-    """What the axes behind the page axis should be; ``None`` where there is no token axis."""
+    """The expected axes after the page axis. ``num_tokens`` is None if there is no token axis."""
 
     num_tokens: int | None
     num_units: int
@@ -150,15 +149,15 @@ class _Axes(NamedTuple):
         return _Axes(num_tokens, num_units, layout.order is Order.HND)
 
     def shape(self) -> list[int]:
-        """The middle axes, in order."""
+        """Return the sizes of the token and unit axes, in order."""
         if self.num_tokens is None:
             return [self.num_units]
         both = [self.num_tokens, self.num_units]
         return both[::-1] if self.units_first else both
 
 
-class _Raw(NamedTuple):
-    """What matters of an array, whoever made it."""
+class _ArrayInfo(NamedTuple):
+    """Address, shape and strides in bytes of an array of any library."""
 
     address: int
     shape: tuple[int, ...]
@@ -168,7 +167,7 @@ class _Raw(NamedTuple):
 
 
 class _View(NamedTuple):
-    """One layer of one tensor."""
+    """One layer of one tensor as strides in a region."""
 
     group: str
     tensor: str
@@ -184,24 +183,24 @@ class _View(NamedTuple):
         return self.page_stride, self.token_stride, self.unit_stride, self.num_pages
 
 
-def _raw(array: Any) -> _Raw:
-    """Read a torch tensor or a numpy array."""
+def _array_info(array: Any) -> _ArrayInfo:
+    """Return address, shape and strides of a torch tensor or a numpy array."""
     if hasattr(array, "data_ptr"):
         size = int(array.element_size())
         strides = tuple(int(stride) * size for stride in array.stride())
         device = Device.parse(str(array.device))
-        return _Raw(int(array.data_ptr()), tuple(array.shape), strides, size, device)
+        return _ArrayInfo(int(array.data_ptr()), tuple(array.shape), strides, size, device)
     if hasattr(array, "__array_interface__"):
         address = int(array.__array_interface__["data"][0])
-        return _Raw(address, array.shape, array.strides, array.itemsize, HOST)
+        return _ArrayInfo(address, array.shape, array.strides, array.itemsize, HOST)
     raise InputError(
-        f"a pool is a torch tensor or a numpy array, not {type(array).__name__}; "
+        f"a pool must be a torch tensor or a numpy array, not {type(array).__name__}; "
         f"for raw pointers use Memory.at"
     )
 
 
 def _view(group: Group, tensor: Tensor, axes: _Axes, layer: int, array: Any) -> _View:
-    raw = _raw(array)
+    raw = _array_info(array)
     middle = axes.shape()
     unit_bytes = tensor.unit_bytes
     if not _fits(raw, middle, unit_bytes) and axes.num_units == 1:
@@ -210,12 +209,12 @@ def _view(group: Group, tensor: Tensor, axes: _Axes, layer: int, array: Any) -> 
         wanted = ", ".join(["pages", *map(str, axes.shape()), "..."])
         raise InputError(
             f"{group.name}.{tensor.name} of layer {layer} has shape {list(raw.shape)} of "
-            f"{raw.itemsize} bytes each; its layout asks for [{wanted}], {unit_bytes} bytes a unit"
+            f"{raw.itemsize} bytes each; its layout needs [{wanted}], {unit_bytes} bytes per unit"
         )
     if not _dense(raw, 1 + len(middle)):
         raise InputError(
             f"{group.name}.{tensor.name} of layer {layer} has gaps inside a unit; "
-            f"the axes behind the units must be contiguous"
+            f"the axes after the units must be contiguous"
         )
     strides = dict(zip(middle and _names(axes, middle), raw.strides[1:], strict=False))
     extent = sum((n - 1) * s for n, s in zip(raw.shape, raw.strides, strict=True)) + raw.itemsize
@@ -239,7 +238,7 @@ def _names(axes: _Axes, middle: list[int]) -> list[str]:
     return ["units", "tokens"] if axes.units_first else ["tokens", "units"]
 
 
-def _fits(raw: _Raw, middle: list[int], unit_bytes: int) -> bool:
+def _fits(raw: _ArrayInfo, middle: list[int], unit_bytes: int) -> bool:
     rest = raw.shape[1 + len(middle) :]
     return (
         len(raw.shape) >= 1 + len(middle)
@@ -250,8 +249,8 @@ def _fits(raw: _Raw, middle: list[int], unit_bytes: int) -> bool:
     )
 
 
-def _dense(raw: _Raw, axis: int) -> bool:
-    """Whether the axes from ``axis`` on are C-contiguous."""
+def _dense(raw: _ArrayInfo, axis: int) -> bool:
+    """Return whether the axes from ``axis`` on are C-contiguous."""
     expected = raw.itemsize
     for size, stride in reversed(list(zip(raw.shape[axis:], raw.strides[axis:], strict=True))):
         if size > 1 and stride != expected:
@@ -264,7 +263,10 @@ def _dense(raw: _Raw, axis: int) -> bool:
 
 
 def _regions(views: Sequence[_View]) -> tuple[Region, ...]:
-    """As few regions as overlaps allow. Mere neighbours may be different allocations."""
+    """Return the views' regions, with overlapping ones merged.
+
+    Adjacent regions are not merged, because they may be separate allocations.
+    """
     merged: list[Region] = []
     for region in sorted({view.region for view in views}, key=lambda r: (r.device, r.address)):
         last = merged[-1] if merged else None
@@ -288,8 +290,8 @@ def _placement(views: list[_View], regions: tuple[Region, ...]) -> Placement:
     for view in views:
         if view.strides != first.strides:
             raise InputError(
-                f"{view.group}.{view.tensor} has other strides or another number of pages in "
-                f"layer {view.layer} than in layer {first.layer}; allocate all layers alike"
+                f"{view.group}.{view.tensor} has different strides or numbers of pages in "
+                f"layers {view.layer} and {first.layer}; allocate all layers alike"
             )
     bases = tuple(_base(view, regions) for view in views)
     return Placement(
@@ -308,4 +310,4 @@ def _base(view: _View, regions: tuple[Region, ...]) -> Base:
         inside = region.address <= view.region.address and view.region.end <= region.end
         if inside and region.device == view.region.device:
             return Base(view.layer, index, view.region.address - region.address)
-    raise AssertionError("every view lies in a region")
+    raise AssertionError("every view is in a region")

@@ -1,6 +1,6 @@
-"""Plans: who sends what to whom, bound to pages, with a mode chosen for it. Pure."""
+"""Plans: who sends what to whom, bound to pages, with a transfer mode chosen. Pure."""
 
-from kvferry.plan.bind import Binding, Descriptors, RankPair, Side, StagingView, bind
+from kvferry.plan.bind import Binding, Descriptors, PagedView, RankPair, StagingView, bind
 from kvferry.plan.choose import BlockShape, Choice, TransferMode, choose, shape_of
 from kvferry.plan.cost import PRESETS, LinkCost
 from kvferry.plan.estimate import Estimate, estimate
@@ -28,13 +28,13 @@ __all__ = [
     "LinkCost",
     "Move",
     "PageTable",
+    "PagedView",
     "Placement",
     "Plan",
     "PoolMap",
     "Pools",
     "RankPair",
     "Request",
-    "Side",
     "StagingView",
     "TransferMode",
     "bind",

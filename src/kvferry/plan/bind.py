@@ -1,19 +1,19 @@
-"""A plan applied to one request's pages: byte ranges, still without addresses.
+"""Bindings: a plan applied to one request's pages. Byte ranges, still without addresses.
 
-The cost of a binding is that of its pages. Segments are worked out once per
-token set and reused by every layer and tensor; nothing here enumerates tokens
-or pieces. All arithmetic is 64-bit, and what would not fit is refused.
+Binding costs the number of pages, not of tokens or pieces. Segments are worked out once for each
+token set and reused by every layer and tensor. All arithmetic is in 64 bits, and ``bind`` refuses
+what would overflow.
 
-Staging needs no second mechanism: a slot is one more side (``StagingView``), dense,
-with a single page as long as the parcel. Binding a source to it is a gather,
-binding it to a target is a scatter, and both halves agree on the bytes between
-because both derive them from the plan.
+A staging slot is one more kind of side (``StagingView``): dense, with a single page. Binding a
+source to it gives the gather, and binding it to a target gives the scatter. Both halves derive the
+order of the bytes in the slot from the plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import groupby
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -25,9 +25,16 @@ from kvferry.layout.layout import Layout, Shard, find_shard
 from kvferry.layout.pages import local_tokens
 from kvferry.layout.spec import Group
 from kvferry.plan.coalesce import Pieces, one_piece
-from kvferry.plan.forms import FormKey, Grid, PageCut, RequestPages, Spacing, pieces_on
 from kvferry.plan.places import MAX_OFFSET, Base, Int64s, PageTable, Placement, PoolMap
 from kvferry.plan.plan import Block, Move, Plan, Request
+from kvferry.plan.segments import (
+    PageCut,
+    PieceKey,
+    PoolStrides,
+    RequestPages,
+    TensorBlock,
+    bind_pieces,
+)
 
 
 class RankPair(NamedTuple):
@@ -37,12 +44,12 @@ class RankPair(NamedTuple):
     target: int
 
 
-# A request's pages in one rank's memory, by group. An image has none: it is a single page.
+# A request's page tables on one rank, by group. None for a staging slot.
 Tables = Mapping[str, PageTable] | None
 
 
-class Side:
-    """One rank's half of a binding: its memory, and one request's pages in it."""
+class PagedView:
+    """One rank's pools, and one request's pages in them."""
 
     def __init__(self, pools: PoolMap, tables: dict[str, PageTable]) -> None:
         self.pools = pools
@@ -50,14 +57,14 @@ class Side:
 
 
 class StagingView:
-    """A staging slot as a side: region 0, dense, in the plan's own order."""
+    """A staging slot in place of paged memory: region 0, dense, in the order of the plan."""
 
     pools: ClassVar[None] = None
     tables: ClassVar[None] = None
 
 
-class Part(NamedTuple):
-    """One tensor of one move: the same pieces in each of its layers."""
+class BindingPart(NamedTuple):
+    """One tensor of one move. Each of its layers has the same pieces."""
 
     group: str
     tensor: str
@@ -67,25 +74,27 @@ class Part(NamedTuple):
 
     @property
     def num_layers(self) -> int:
-        """Layers that share these pieces."""
+        """Number of layers that have these pieces."""
         return len(self.source_bases)
 
-    def of_layers(self, layers: Span) -> Part | None:
-        """The part that lies in those layers; None where nothing does."""
-        ours = tuple(base for base in self.source_bases if base.layer in layers)
-        theirs = tuple(base for base in self.target_bases if base.layer in layers)
-        return self._replace(source_bases=ours, target_bases=theirs) if ours else None
+    def of_layers(self, layers: Span) -> BindingPart | None:
+        """Return this part restricted to some layers, or None if it has none of them."""
+        source_bases = tuple(base for base in self.source_bases if base.layer in layers)
+        target_bases = tuple(base for base in self.target_bases if base.layer in layers)
+        if not source_bases:
+            return None
+        return self._replace(source_bases=source_bases, target_bases=target_bases)
 
 
-class Size(NamedTuple):
-    """How much is copied, and in how many contiguous pieces."""
+class BindingSize(NamedTuple):
+    """How much a binding copies, and in how many contiguous pieces."""
 
     num_bytes: int
     num_pieces: int
 
 
 class Descriptors(NamedTuple):
-    """Every piece named: parallel arrays, ready for a transport to add addresses."""
+    """Every piece as a row of parallel arrays. A transport adds the addresses."""
 
     source_region: Int64s
     source_offset: Int64s
@@ -95,99 +104,144 @@ class Descriptors(NamedTuple):
 
 
 class Binding(NamedTuple):
-    """What one source owes one target for one stretch of one request."""
+    """What one source sends one target: all of a request, or some blocks of it."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[BindingPart, ...]
 
     @property
     def num_bytes(self) -> int:
-        """The payload."""
+        """Number of bytes to copy."""
         return self.size.num_bytes
 
     @property
     def num_pieces(self) -> int:
-        """How many contiguous pieces there are."""
+        """Number of contiguous pieces."""
         return self.size.num_pieces
 
     @property
-    def size(self) -> Size:
-        """Both of these."""
+    def size(self) -> BindingSize:
+        """Numbers of bytes and pieces, for about the cost of either."""
         num_bytes = num_pieces = 0
         last: Pieces | None = None
-        each = Size(0, 0)
+        each = BindingSize(0, 0)
         for part in self.parts:
-            # K and V often have the very same pieces.
+            # K and V often share one object.
             if part.pieces is not last:
                 last = part.pieces
-                each = Size(last.num_bytes, last.num_pieces)
+                each = BindingSize(last.num_bytes, last.num_pieces)
             num_bytes += part.num_layers * each.num_bytes
             num_pieces += part.num_layers * each.num_pieces
-        return Size(num_bytes, num_pieces)
+        return BindingSize(num_bytes, num_pieces)
 
     @property
     def contiguous(self) -> bool:
-        """Whether the runs mode is open: a full page is one piece on both sides."""
+        """Whether a full page is one piece on both sides, as the mode ``runs`` requires."""
         return all(part.pieces.contiguous for part in self.parts)
 
     @staticmethod
     @lru_cache(maxsize=4096)
     def bulk(source: Base, target: Base, num_bytes: int) -> Binding:
-        """One piece, as a staged write is; remembered, because slots are used again and again."""
-        return Binding((Part("", "", (source,), (target,), one_piece(num_bytes)),))
+        """Return a binding of a single piece, as for the bulk write of a staging slot.
+
+        Cached, because the same slots are written again and again.
+        """
+        return Binding((BindingPart("", "", (source,), (target,), one_piece(num_bytes)),))
 
     def merged(self) -> Binding:
-        """The same bytes with neighbouring pages merged."""
+        """Return the same bytes with adjacent pages merged."""
         return Binding(tuple(part._replace(pieces=part.pieces.merged()) for part in self.parts))
 
     def of_layers(self, layers: Span) -> Binding:
-        """The part that lies in those layers, with nothing worked out anew."""
+        """Return this binding restricted to some layers, without binding again."""
         return Binding(tuple(part for whole in self.parts if (part := whole.of_layers(layers))))
 
+    def parts_by_pieces(self) -> Sequence[Sequence[BindingPart]]:
+        """Return neighbouring parts grouped by ``Pieces`` object, which K and V often share."""
+        if len(self.parts) == 2 and self.parts[0].pieces is self.parts[1].pieces:
+            return (self.parts,)
+        return [tuple(same) for _, same in groupby(self.parts, key=lambda part: id(part.pieces))]
+
     def descriptors(self) -> Descriptors:
-        """Name every piece of every layer. The only step whose cost is that of its pieces."""
-        rows = [_describe(part) for part in self.parts] or [_NOTHING]
+        """Return every piece of every layer. Only this step costs the number of pieces."""
+        rows = [_describe(part) for part in self.parts] or [_NO_DESCRIPTORS]
         return Descriptors(*(np.concatenate(column) for column in zip(*rows, strict=True)))
 
 
-_NOTHING = Descriptors(*(np.zeros(0, dtype=np.int64) for _ in Descriptors._fields))
-
-
-class Outline(NamedTuple):
-    """A binding but for the pages: what requests of one size between two ranks have in common."""
-
-    drafts: tuple[_MoveTemplate, ...]
-
-    def on(self, source: Tables, target: Tables) -> Binding:
-        """The binding of one request's pages. Raises ``InputError`` where they are wrong."""
-        return Binding(tuple(part for draft in self.drafts for part in draft.on(source, target)))
-
-    def moved(self, source: int, target: int) -> Outline:
-        """The same, so many pages later in the request."""
-        if not source and not target:
-            return self
-        return Outline(tuple(draft.moved(source, target) for draft in self.drafts))
+_NO_DESCRIPTORS = Descriptors(*(np.zeros(0, dtype=np.int64) for _ in Descriptors._fields))
 
 
 def bind(
     plan: Plan,
     pair: RankPair,
     request: Request,
-    source: Side | StagingView,
-    target: Side | StagingView,
+    source: PagedView | StagingView,
+    target: PagedView | StagingView,
     blocks: Sequence[Block] | None = None,
     *,
     moves: Sequence[Move] | None = None,
 ) -> Binding:
-    """Bind what ``pair.source`` owes ``pair.target``: all of it, or those blocks of it.
+    """Bind what ``pair.source`` sends ``pair.target``: the whole request, or some blocks.
 
-    ``moves`` binds only those of the pair's moves. In an image the parts follow
-    each other in the order of the blocks.
+    ``moves`` restricts the binding to some of the pair's moves. In a staging slot the parts follow
+    each other in the order of the blocks. Raises ``InputError`` if a page table is wrong.
     """
-    sketch = outline(plan, pair, request, source.pools, target.pools, blocks, moves=moves)
-    return sketch.on(source.tables, target.tables)
+    template = make_template(plan, pair, request, source.pools, target.pools, blocks, moves=moves)
+    return template.bind(source.tables, target.tables)
 
 
-def outline(
+# ---------------------------------------------------------------- templates
+
+
+class _TensorTemplate(NamedTuple):
+    """One tensor of one move without its pages."""
+
+    tensor: str
+    source_bases: tuple[Base, ...]
+    target_bases: tuple[Base, ...]
+    key: PieceKey
+
+
+class _MoveTemplate(NamedTuple):
+    """One move without its pages. It begins at these pages of the request."""
+
+    group: str
+    source_page: int
+    target_page: int
+    tensors: tuple[_TensorTemplate, ...]
+
+    def shifted(self, source_pages: int, target_pages: int) -> _MoveTemplate:
+        return _MoveTemplate(
+            self.group, self.source_page + source_pages, self.target_page + target_pages,
+            self.tensors,
+        )  # fmt: skip
+
+    def bind(self, source: Tables, target: Tables) -> Iterator[BindingPart]:
+        source_pages = RequestPages(self.source_page, _table(source, self.group))
+        target_pages = RequestPages(self.target_page, _table(target, self.group))
+        for tensor, source_bases, target_bases, key in self.tensors:
+            pieces = bind_pieces(key, source_pages, target_pages)
+            yield BindingPart(self.group, tensor, source_bases, target_bases, pieces)
+
+
+class BindingTemplate(NamedTuple):
+    """A binding without its pages: what requests of one size between two ranks share."""
+
+    moves: tuple[_MoveTemplate, ...]
+
+    def bind(self, source: Tables, target: Tables) -> Binding:
+        """Return the binding of one request. Raises ``InputError`` if a page table is wrong."""
+        return Binding(tuple(part for move in self.moves for part in move.bind(source, target)))
+
+    def shifted(self, source_pages: int, target_pages: int) -> BindingTemplate:
+        """Return the template for tokens that begin this many pages later in the request."""
+        if not source_pages and not target_pages:
+            return self
+        return BindingTemplate(
+            tuple(move.shifted(source_pages, target_pages) for move in self.moves)
+        )
+
+
+def make_template(
     plan: Plan,
     pair: RankPair,
     request: Request,
@@ -196,119 +250,96 @@ def outline(
     blocks: Sequence[Block] | None = None,
     *,
     moves: Sequence[Move] | None = None,
-) -> Outline:
-    """What ``bind`` does before it looks at pages. An image has no pools."""
+) -> BindingTemplate:
+    """Return the part of ``bind`` that does not depend on pages. A staging slot has no pools."""
     if moves is None:
         moves = plan.between(*pair)
     if blocks is None:
         blocks = plan.blocks_of(moves, request)
-    drafts: list[_MoveTemplate] = []
+    templates: list[_MoveTemplate] = []
     offset = 0
     for block in blocks:
         for whole in moves:
-            move, tokens = _clipped(plan, whole, request, block)
+            move, tokens = _clip(plan, whole, request, block)
             if not tokens.num_tokens:
                 continue
             group = plan.spec.group(move.group)
             layers = group.layers_in(move.layers)
-            from_ = _Rank(plan.source, plan.held[move.source], move.source_unit)
-            into = _Rank(plan.target, plan.wanted[move.target], move.target_unit)
-            drafts.append(
-                _draft(
+            source_rank = _RankShards(plan.source, plan.held[move.source], move.source_unit)
+            target_rank = _RankShards(plan.target, plan.wanted[move.target], move.target_unit)
+            templates.append(
+                _move_template(
                     group,
                     move,
                     layers,
                     tokens.num_tokens,
-                    _end(group, move, layers, tokens, from_, source, offset),
-                    _end(group, move, layers, tokens, into, target, offset),
+                    _move_end(group, move, layers, tokens, source_rank, source, offset),
+                    _move_end(group, move, layers, tokens, target_rank, target, offset),
                 )
             )
-            offset += _demand_fits(
-                tokens.num_tokens * len(layers) * len(move.units) * group.unit_bytes
-            )
-    return Outline(tuple(drafts))
+            num_bytes = tokens.num_tokens * len(layers) * len(move.units) * group.unit_bytes
+            if num_bytes >= MAX_OFFSET:
+                raise InputError(
+                    "a move carries 2**62 bytes or more; bind fewer tokens or layers at once"
+                )
+            offset += num_bytes
+    return BindingTemplate(tuple(templates))
 
 
-def _clipped(plan: Plan, move: Move, request: Request, block: Block) -> tuple[Move, Tokens]:
-    """The part of a move that lies in the block, and its tokens, which may be none."""
+def _clip(plan: Plan, move: Move, request: Request, block: Block) -> tuple[Move, Tokens]:
+    """Return a move restricted to a block, and its tokens there, which may be none."""
     layers = move.layers.intersect(block.layers)
     if move.group != block.group or not plan.spec.group(move.group).layers_in(layers):
         return move, Tokens(0, 0)
     return replace(move, layers=layers), plan.tokens_of(move, request).clip(block.tokens)
 
 
-def _demand_fits(num_bytes: int) -> int:
-    if num_bytes >= MAX_OFFSET:
-        raise InputError("a move carries 2**62 bytes or more; bind fewer tokens or layers at once")
-    return num_bytes
-
-
-def _describe(part: Part) -> Descriptors:
-    source, target, lengths = part.pieces.expand()
-    source_region, source_base = _columns(part.source_bases)
-    target_region, target_base = _columns(part.target_bases)
-    return Descriptors(
-        np.repeat(source_region, len(lengths)),
-        (source_base[:, None] + source).ravel(),
-        np.repeat(target_region, len(lengths)),
-        (target_base[:, None] + target).ravel(),
-        np.tile(lengths, part.num_layers),
-    )
-
-
-def _columns(bases: Sequence[Base]) -> tuple[Int64s, Int64s]:
-    table = np.array([(base.region, base.offset) for base in bases], dtype=np.int64)
-    return table[:, 0], table[:, 1]
-
-
-# ---------------------------------------------------------------- one end of a move
-
-
-class _Rank(NamedTuple):
-    """What the plan says about one end: its layout, its shards, its first unit."""
+class _RankShards(NamedTuple):
+    """One end of a move in the plan: the rank's layout and shards, and the move's first unit."""
 
     layout: Layout
     shards: tuple[Shard, ...]
     unit: int
 
 
-class _End(NamedTuple):
-    """One end of a move: how its tokens are paged from which page on, and where each tensor is."""
+class _MoveEnd(NamedTuple):
+    """One end of a move in memory: how its tokens are paged, its first page, its tensors."""
 
-    cadence: PageCut
+    cut: PageCut
     page: int
     placements: tuple[Placement, ...]
 
 
-# Every image has one page, so all of them share a table, by which pieces are remembered.
-_IMAGE_TABLE = PageTable([0])
+# Every staging slot has one page. All share this table, so that cached pieces are found by it.
+_SLOT_TABLE = PageTable([0])
 
 
-def _end(
+def _move_end(
     group: Group,
     move: Move,
     layers: tuple[int, ...],
     tokens: Tokens,
-    rank: _Rank,
+    rank: _RankShards,
     pools: PoolMap | None,
     offset: int,
-) -> _End:
-    count = tokens.num_tokens
+) -> _MoveEnd:
+    num_tokens = tokens.num_tokens
     if pools is None:
-        return _End(PageCut(count, 0, 1, 0), 0, _image_placements(group, move, count, offset))
+        placements = _slot_placements(group, move, num_tokens, offset)
+        return _MoveEnd(PageCut(num_tokens, 0, 1, 0), 0, placements)
     placements = tuple(pools.of(group.name, tensor.name) for tensor in group.tensors)
-    held = find_shard(rank.shards, group.name, layers[0])
-    local = local_tokens(rank.layout, group, held, tokens)
+    shard = find_shard(rank.shards, group.name, layers[0])
+    local = local_tokens(rank.layout, group, shard, tokens)
     page, within = local.start
-    return _End(PageCut(local.page_tokens, within, local.advance, rank.unit), page, placements)
+    return _MoveEnd(PageCut(local.page_tokens, within, local.advance, rank.unit), page, placements)
 
 
-# Parcels of one size recur, and making a base for each layer is most of what a binding costs.
+# Cached, because pushes of one size recur, and bases for each layer are most of a binding's cost.
 @lru_cache(maxsize=1024)
-def _image_placements(
+def _slot_placements(
     group: Group, move: Move, num_tokens: int, offset: int
 ) -> tuple[Placement, ...]:
-    """Dense and in order: layer, tensor, token, unit."""
+    """Return a move's tensors in a staging slot: dense, by layer, tensor, token and unit."""
     layers = group.layers_in(move.layers)
     cells = num_tokens * len(move.units)
     placements = []
@@ -324,67 +355,53 @@ def _image_placements(
     return tuple(placements)
 
 
-# ---------------------------------------------------------------- one move
+def _move_template(
+    group: Group,
+    move: Move,
+    layers: tuple[int, ...],
+    num_tokens: int,
+    source: _MoveEnd,
+    target: _MoveEnd,
+) -> _MoveTemplate:
+    tensors = []
+    for tensor, from_, into in zip(
+        group.tensors, source.placements, target.placements, strict=True
+    ):
+        block = TensorBlock(group.name, len(move.units), tensor.unit_bytes, num_tokens)
+        key = PieceKey(block, source.cut, target.cut, _strides(from_), _strides(into))
+        bases = from_.bases_of(layers), into.bases_of(layers)
+        tensors.append(_TensorTemplate(tensor.name, *bases, key))
+    return _MoveTemplate(group.name, source.page, target.page, tuple(tensors))
 
 
-class _TensorTemplate(NamedTuple):
-    """One tensor of one move: the same form in each of its layers."""
-
-    tensor: str
-    source_bases: tuple[Base, ...]
-    target_bases: tuple[Base, ...]
-    key: FormKey
-
-
-class _MoveTemplate(NamedTuple):
-    """One move, but for its pages: where those begin in the request, and what is in them."""
-
-    group: str
-    source_page: int
-    target_page: int
-    strands: tuple[_TensorTemplate, ...]
-
-    def moved(self, source: int, target: int) -> _MoveTemplate:
-        """So many pages later."""
-        return _MoveTemplate(
-            self.group, self.source_page + source, self.target_page + target, self.strands
-        )
-
-    def on(self, source: Tables, target: Tables) -> Iterator[Part]:
-        """On a request's pages."""
-        ours = RequestPages(self.source_page, _table(source, self.group))
-        theirs = RequestPages(self.target_page, _table(target, self.group))
-        for tensor, source_bases, target_bases, key in self.strands:
-            pieces = pieces_on(key, ours, theirs)
-            yield Part(self.group, tensor, source_bases, target_bases, pieces)
+def _strides(at: Placement) -> PoolStrides:
+    return PoolStrides(at.page_stride, at.token_stride, at.unit_stride, at.num_pages)
 
 
 def _table(tables: Tables, group: str) -> PageTable:
     if tables is None:
-        return _IMAGE_TABLE
+        return _SLOT_TABLE
     if group not in tables:
         raise InputError(f"the request has no page table for group {group!r}; pass one")
     return tables[group]
 
 
-def _draft(
-    group: Group,
-    move: Move,
-    layers: tuple[int, ...],
-    num_tokens: int,
-    source: _End,
-    target: _End,
-) -> _MoveTemplate:
-    strands = []
-    for tensor, ours, theirs in zip(
-        group.tensors, source.placements, target.placements, strict=True
-    ):
-        grid = Grid(group.name, len(move.units), tensor.unit_bytes, num_tokens)
-        key = FormKey(grid, source.cadence, target.cadence, _spacing(ours), _spacing(theirs))
-        bases = ours.bases_of(layers), theirs.bases_of(layers)
-        strands.append(_TensorTemplate(tensor.name, *bases, key))
-    return _MoveTemplate(group.name, source.page, target.page, tuple(strands))
+# ---------------------------------------------------------------- descriptors
 
 
-def _spacing(at: Placement) -> Spacing:
-    return Spacing(at.page_stride, at.token_stride, at.unit_stride, at.num_pages)
+def _describe(part: BindingPart) -> Descriptors:
+    source, target, lengths = part.pieces.expand()
+    source_region, source_base = _columns(part.source_bases)
+    target_region, target_base = _columns(part.target_bases)
+    return Descriptors(
+        np.repeat(source_region, len(lengths)),
+        (source_base[:, None] + source).ravel(),
+        np.repeat(target_region, len(lengths)),
+        (target_base[:, None] + target).ravel(),
+        np.tile(lengths, part.num_layers),
+    )
+
+
+def _columns(bases: Sequence[Base]) -> tuple[Int64s, Int64s]:
+    table = np.array([(base.region, base.offset) for base in bases], dtype=np.int64)
+    return table[:, 0], table[:, 1]

@@ -1,12 +1,11 @@
-"""The cache of one rank's bindings, and of what they are made from.
+"""The cache of one rank's binding templates, and of bindings that are needed again.
 
-Requests of one size have all but their pages in common, and so have the fragments that a long
-request is cut into, which are alike but for where they begin: an **outline** is worked out for
-the first of them and moved by so many pages for the others. A **binding** is kept from when it
-is first needed, to choose how a chunk travels or because it will probably come next, until it is
-used or its room is over.
+Requests of one size differ only in their pages. So do the fragments that a long request is cut
+into, which also begin at different tokens. The cache makes a **template** for the first of them and
+shifts it for the others. It keeps a **binding** from its first use (to choose a transfer mode, or
+because the block will probably be next) until the binding is used or its room ends.
 
-For one thread. Pools and plans are known by their identity: an entry keeps them alive.
+Not thread-safe. Pools and plans are compared by identity, and an entry keeps them alive.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from math import lcm
 from typing import NamedTuple
 
 from kvferry.ids import Room
-from kvferry.plan.bind import Binding, Outline, RankPair, outline
+from kvferry.plan.bind import Binding, BindingTemplate, RankPair, make_template
 from kvferry.plan.places import PoolMap
 from kvferry.plan.plan import Block, Plan, Request
 
-MAX_OUTLINES = 1024
+MAX_TEMPLATES = 1024
 MAX_BINDINGS = 512
 
 
-class Between(NamedTuple):
-    """The two memories that a binding joins. An image, such as a staging slot, has no pools."""
+class PairPools(NamedTuple):
+    """A pair of ranks with the pools at both ends. A staging slot has no pools."""
 
     plan: Plan
     pair: RankPair
@@ -34,87 +33,94 @@ class Between(NamedTuple):
     target: PoolMap | None
 
 
-class _KnownPair(NamedTuple):
-    """An outline, of blocks that begin at token ``first``."""
+class _CachedTemplate(NamedTuple):
+    """A template of blocks that begin at token ``first``."""
 
-    between: Between
+    pools: PairPools
     first: int
-    outline: Outline
+    template: BindingTemplate
 
 
 class BindingCache:
-    """At most ``max_outlines`` outlines and ``max_bindings`` bindings; the oldest go first."""
+    """At most ``max_templates`` templates and ``max_bindings`` bindings. It drops the oldest."""
 
-    def __init__(self, max_outlines: int = MAX_OUTLINES, max_bindings: int = MAX_BINDINGS) -> None:
-        self._max_outlines = max_outlines
+    def __init__(
+        self, max_templates: int = MAX_TEMPLATES, max_bindings: int = MAX_BINDINGS
+    ) -> None:
+        self._max_templates = max_templates
         self._max_bindings = max_bindings
-        self._outlines: OrderedDict[Hashable, _KnownPair] = OrderedDict()
+        self._templates: OrderedDict[Hashable, _CachedTemplate] = OrderedDict()
         self._bindings: OrderedDict[tuple[Room, Hashable], Binding] = OrderedDict()
-        # Number of outlines computed so far, for tests.
-        self.num_outlined = 0
+        # Number of templates made so far, for tests.
+        self.num_made = 0
 
     @property
-    def num_outlines(self) -> int:
-        """Outlines that are kept."""
-        return len(self._outlines)
+    def num_templates(self) -> int:
+        """Number of cached templates."""
+        return len(self._templates)
 
     @property
     def num_bindings(self) -> int:
-        """Bindings that are kept."""
+        """Number of cached bindings."""
         return len(self._bindings)
 
-    def outline(self, between: Between, request: Request, blocks: Sequence[Block]) -> Outline:
-        """Return the outline of ``plan.bind``. Its ``on`` raises where the pages are wrong."""
-        plan, pair, source, target = between
-        who = id(plan), pair, id(source), id(target)
+    def template(
+        self, pools: PairPools, request: Request, blocks: Sequence[Block]
+    ) -> BindingTemplate:
+        """Return the template of these blocks, from the cache if one of the same shape is there."""
+        plan, pair, source, target = pools
+        identity = id(plan), pair, id(source), id(target)
         if len(blocks) != 1 or not plan.has_every_token(*pair, blocks[0].group):
-            return self._known((*who, request, tuple(blocks)), between, request, blocks).outline
+            key: Hashable = (*identity, request, tuple(blocks))
+            return self._cached(key, pools, request, blocks).template
         (block,) = blocks
-        first, count = block.tokens.first, len(block.tokens)
+        first, num_tokens = block.tokens.first, len(block.tokens)
         page_tokens = plan.source.page_tokens, plan.target.page_tokens
-        # Where tokens lie in pages comes again after so many.
+        # The positions of tokens in pages repeat with this period.
         phase = first % lcm(*page_tokens)
-        key = *who, block.group, block.layers, count, phase
-        known = self._known(key, between, request, blocks)
-        if first == known.first:
-            return known.outline
-        ours, theirs = ((first - known.first) // size for size in page_tokens)
-        return known.outline.moved(0 if source is None else ours, 0 if target is None else theirs)
+        key = (*identity, block.group, block.layers, num_tokens, phase)
+        cached = self._cached(key, pools, request, blocks)
+        if first == cached.first:
+            return cached.template
+        at_source, at_target = ((first - cached.first) // size for size in page_tokens)
+        return cached.template.shifted(
+            0 if source is None else at_source, 0 if target is None else at_target
+        )
 
-    def _known(
-        self, key: Hashable, between: Between, request: Request, blocks: Sequence[Block]
-    ) -> _KnownPair:
-        known = self._outlines.get(key)
-        if known is not None:
-            self._outlines.move_to_end(key)
-            return known
-        self.num_outlined += 1
-        plan, pair, source, target = between
-        made = outline(plan, pair, request, source, target, blocks)
+    def _cached(
+        self, key: Hashable, pools: PairPools, request: Request, blocks: Sequence[Block]
+    ) -> _CachedTemplate:
+        cached = self._templates.get(key)
+        if cached is not None:
+            self._templates.move_to_end(key)
+            return cached
+        self.num_made += 1
+        plan, pair, source, target = pools
+        template = make_template(plan, pair, request, source, target, blocks)
         first = blocks[0].tokens.first if blocks else 0
-        known = self._outlines[key] = _KnownPair(between, first, made)
-        if len(self._outlines) > self._max_outlines:
-            self._outlines.popitem(last=False)
-        return known
+        cached = self._templates[key] = _CachedTemplate(pools, first, template)
+        if len(self._templates) > self._max_templates:
+            self._templates.popitem(last=False)
+        return cached
 
     # ------------------------------------------------------------ bindings of rooms
 
     def keep(self, room: Room, key: Hashable, binding: Binding) -> None:
-        """Have a binding until it is dropped, or too many others have come."""
+        """Keep a binding of a room under a key."""
         self._bindings[room, key] = binding
         if len(self._bindings) > self._max_bindings:
             self._bindings.popitem(last=False)
 
     def get(self, room: Room, key: Hashable) -> Binding | None:
-        """The very binding that is kept, if it still is."""
+        """Return a room's binding, the same object that was kept, or None."""
         return self._bindings.get((room, key))
 
     def drop(self, room: Room, key: Hashable) -> Binding | None:
-        """The same, and let go of it."""
+        """Remove a room's binding and return it, or None."""
         return self._bindings.pop((room, key), None)
 
     def forget(self, room: Room) -> None:
-        """A room is over."""
+        """Remove every binding of a room that has ended."""
         if self._bindings:
             for key in [key for key in self._bindings if key[0] == room]:
                 del self._bindings[key]

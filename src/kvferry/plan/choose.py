@@ -1,7 +1,7 @@
-"""The chooser: which mode carries a parcel, from predicted times.
+"""The chooser: picks a transfer mode by predicted times.
 
-A pure function of the parcel's shape and the transport's measured constants.
-Callers may override it; it never guesses what it was not given.
+``choose`` is a pure function of what a push consists of and of the link's cost. A caller may
+override the mode.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from kvferry.plan.cost import LinkCost
 
 
 class TransferMode(StrEnum):
-    """How a parcel's bytes get across."""
+    """How the blocks of a push are transferred.
+
+    ``RUNS`` sends a descriptor for each run of adjacent pages, ``SLICES`` one for each contiguous
+    piece. ``STAGED`` gathers pieces into a staging slot and sends that in one write.
+    """
 
     RUNS = "runs"
     SLICES = "slices"
@@ -23,10 +27,10 @@ class TransferMode(StrEnum):
 
 
 class BlockShape(NamedTuple):
-    """What the chooser needs to know of a parcel.
+    """What the chooser needs to know about the blocks of a push.
 
-    ``runs`` counts the pieces after merging; that mode is open where a full page
-    is one piece on both sides (``contiguous``).
+    ``slices`` and ``runs`` count the pieces before and after merging adjacent pages. The mode
+    ``runs`` is open if a full page is one piece on both sides (``contiguous``).
     """
 
     num_bytes: int
@@ -36,7 +40,7 @@ class BlockShape(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The chosen mode, and the predicted seconds of every mode that is open."""
+    """The chosen mode, and the predicted seconds of each open mode."""
 
     mode: TransferMode
     seconds: dict[TransferMode, float]
@@ -48,21 +52,21 @@ class Choice(NamedTuple):
 
 
 def shape_of(binding: Binding) -> BlockShape:
-    """The shape of a bound parcel."""
+    """Return the shape of a binding."""
     runs = binding.merged().num_pieces
     return BlockShape(*binding.size, runs, binding.contiguous)
 
 
 def choose(shape: BlockShape, link_cost: LinkCost, override: TransferMode | None = None) -> Choice:
-    """The fastest open mode by prediction, or ``override`` if it is open.
+    """Return the open mode with the least predicted time, or ``override`` if that is open.
 
-    Ties go to the simpler mode: runs before slices before staged.
+    On a tie the simpler mode wins: runs before slices before staged.
     """
     seconds = _predict(shape, link_cost)
     if override is not None:
         if override not in seconds:
             open_modes = ", ".join(seconds)
-            raise InputError(f"the mode {override} is not open here; choose among {open_modes}")
+            raise InputError(f"the mode {override} is not open here; use one of {open_modes}")
         return Choice(override, seconds)
     return Choice(min(seconds, key=lambda mode: seconds[mode]), seconds)
 

@@ -1,8 +1,8 @@
-"""Contiguous pieces: how a strided block falls apart, and what can be merged.
+"""Contiguous pieces: what a strided block is copied in, and which pieces can be merged.
 
-A block is described by segments. Each segment is a grid of equal pieces, so
-the description costs one row per page and not one per piece; ``expand`` is the
-only function that enumerates pieces, for transports that need every one named.
+A block consists of segments, and each segment is a grid of equal pieces. So the description has a
+row for each page and not for each piece. Only ``expand`` enumerates pieces, for transports that
+need a descriptor for each.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from kvferry.plan.places import Int64s
 
 
 class Stride(NamedTuple):
-    """The distance between neighbours, in bytes, on either side."""
+    """The distance in bytes between neighbouring pieces, on the source and on the target."""
 
     source: int
     target: int
 
 
 class Pieces(NamedTuple):
-    """Per segment, ``rows × cols`` pieces of ``lengths`` bytes, relative to a layer's base.
+    """For each segment ``rows × cols`` pieces of ``lengths`` bytes, at offsets from a layer's base.
 
-    ``whole_pages``: a full page is one piece on both sides. A request's first
-    and last page need not be full, and may fall apart where the others do not.
+    ``whole_pages`` says that a full page is one piece on both sides. A request's first and last
+    page may be partial, and then may consist of several pieces.
     """
 
     source: Int64s
@@ -39,15 +39,15 @@ class Pieces(NamedTuple):
 
     @property
     def num_pieces(self) -> int:
-        """How many contiguous pieces there are."""
+        """Number of contiguous pieces."""
         if len(self.lengths) == 1:
-            # Short requests lie in one page, and arrays cost more than numbers.
+            # Short requests have one page, and array arithmetic costs more than integers.
             return self.rows.item() * self.cols.item()
         return int(self.rows @ self.cols)
 
     @property
     def num_bytes(self) -> int:
-        """The payload."""
+        """Number of bytes to copy."""
         if len(self.lengths) == 1:
             return self.num_pieces * self.lengths.item()
         return int((self.rows * self.cols) @ self.lengths)
@@ -56,12 +56,12 @@ class Pieces(NamedTuple):
     def contiguous(self) -> bool:
         """Whether every page is one piece on both sides, or would be if it were full.
 
-        This is the condition for runs.
+        The transfer mode ``runs`` requires this.
         """
         return self.whole_pages or self.num_pieces == len(self.lengths)
 
     def merged(self) -> Pieces:
-        """Join neighbouring segments that touch on both sides."""
+        """Return the same bytes with segments joined that touch on both sides."""
         if len(self.lengths) < 2:
             return self
         single = (self.rows == 1) & (self.cols == 1)
@@ -81,7 +81,7 @@ class Pieces(NamedTuple):
         )
 
     def expand(self) -> tuple[Int64s, Int64s, Int64s]:
-        """Name every piece: source offsets, target offsets, lengths."""
+        """Return the source offset, target offset and length of every piece."""
         counts = self.rows * self.cols
         if (counts == 1).all():
             return self.source, self.target, self.lengths
@@ -96,14 +96,14 @@ class Pieces(NamedTuple):
 
 
 def one_piece(num_bytes: int) -> Pieces:
-    """A single piece at offset 0."""
+    """Return a single piece at offset 0."""
     one, zero = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
     flat = Stride(num_bytes, num_bytes)
     return Pieces(zero, zero, one * num_bytes, one, one, flat, flat, whole_pages=True)
 
 
-class Grain(NamedTuple):
-    """What a segment is made of: tokens of ``num_units`` units of ``unit_bytes``.
+class SegmentShape(NamedTuple):
+    """The strides of a segment, whose tokens have ``num_units`` units of ``unit_bytes`` each.
 
     ``full_tokens`` is the length of a segment that fills a page.
     """
@@ -115,38 +115,37 @@ class Grain(NamedTuple):
     full_tokens: int
 
 
-def pieces_of(source: Int64s, target: Int64s, num_tokens: Int64s, grain: Grain) -> Pieces:
-    """The pieces of segments of ``num_tokens`` tokens, each fused as far as both sides allow.
+def pieces_of(source: Int64s, target: Int64s, num_tokens: Int64s, shape: SegmentShape) -> Pieces:
+    """Return the pieces of segments of ``num_tokens`` tokens, as large as both sides allow.
 
     ``source`` and ``target`` are the offsets of each segment's first unit.
     """
-    lengths, rows, cols = _fuse(num_tokens, grain)
-    _, full_rows, full_cols = _fuse(np.array([grain.full_tokens], dtype=np.int64), grain)
+    lengths, rows, cols = _fuse(num_tokens, shape)
+    _, full_rows, full_cols = _fuse(np.array([shape.full_tokens], dtype=np.int64), shape)
     return Pieces(
         source,
         target,
         lengths,
         rows,
         cols,
-        grain.token_stride,
-        grain.unit_stride,
+        shape.token_stride,
+        shape.unit_stride,
         whole_pages=bool(full_rows[0] == full_cols[0] == 1),
     )
 
 
-def _fuse(num_tokens: Int64s, grain: Grain) -> tuple[Int64s, Int64s, Int64s]:
-    """Units into rows, tokens into columns, both, or neither: lengths, rows and columns."""
-    token_stride, unit_stride, num_units, unit_bytes, _ = grain
+def _fuse(num_tokens: Int64s, shape: SegmentShape) -> tuple[Int64s, Int64s, Int64s]:
+    """Return lengths, rows and columns after fusing units, tokens, both, or neither."""
+    token_stride, unit_stride, num_units, unit_bytes, _ = shape
     one = np.ones_like(num_tokens)
     row_bytes = num_units * unit_bytes
     if num_units == 1 or unit_stride == (unit_bytes, unit_bytes):
-        # A token's units lie together. Whole segments are one piece where rows follow
-        # each other without a gap.
+        # A token's units are contiguous. A whole segment is one piece if its tokens are, too.
         if token_stride == (row_bytes, row_bytes):
             return num_tokens * row_bytes, one, one
         return one * row_bytes, num_tokens, one
     if token_stride == (unit_bytes, unit_bytes):
-        # A unit's tokens lie together; units follow without a gap only in a full page.
+        # A unit's tokens are contiguous. Units follow without a gap only in a full page.
         column = num_tokens * unit_bytes
         dense = (column == unit_stride.source) & (column == unit_stride.target)
         return np.where(dense, num_units, 1) * column, one, np.where(dense, 1, num_units)

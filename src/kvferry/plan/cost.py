@@ -1,14 +1,15 @@
-"""The cost model: what a transfer costs, as constants and as rules over them. Pure.
+"""The cost model: predicts the time of a transfer from a link's costs.
 
-Every number that predicts a time is here. ``kvferry plan`` and ``kvferry doctor`` predict with
-the presets, and an endpoint chooses by the same ones until it has measured a link; then
-``LinkCostTable`` keeps the measured constants.
+Every constant that predicts a time is here. ``kvferry plan`` and ``kvferry doctor`` predict with
+the presets. An endpoint starts with the same presets, and replaces them in a ``LinkCostTable`` by
+what it measures.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -17,7 +18,7 @@ from msgspec.structs import replace
 from kvferry.errors import InputError
 from kvferry.ids import Session
 from kvferry.plan.units import MIB
-from kvferry.regions import HOST, PAGE_BYTES, Device
+from kvferry.regions import PAGE_BYTES, Device
 
 # ---------------------------------------------------------------- staging slots
 
@@ -26,28 +27,28 @@ DEFAULT_BUDGET_BYTES = 64 * MIB
 
 
 class SlotRule(NamedTuple):
-    """Staging slots on one kind of device: what each costs, and so how large to make them.
+    """The cost and the best size of staging slots on one kind of device.
 
-    ``slot_s`` is the cost of a slot beside its bytes: messages and changes of threads. Slots
-    above ``most_bytes`` gain nothing; with ``enough`` slots, copies and writes overlap.
+    ``slot_s`` is the fixed cost of a slot: messages and thread switches. Slots above ``max_bytes``
+    are no faster. With ``enough`` slots, copies and writes overlap.
     """
 
     slot_s: float
-    most_bytes: int
+    max_bytes: int
     enough: int
 
     def slot_bytes(self, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> int:
-        """Return the size of a slot that an endpoint with that budget takes by default."""
+        """Return the default size of a slot for a staging budget."""
         share = budget_bytes // self.enough // PAGE_BYTES * PAGE_BYTES
-        return min(self.most_bytes, share)
+        return min(self.max_bytes, share)
 
 
-# 0.25 ms: a gather, a write, a note and a scatter through the queues of two processes, seen on
-# a host of 2 shared cores (docs/adr/0012). One slot is filled while others are sent and drained.
-HOST_SLOTS = SlotRule(slot_s=250e-6, most_bytes=16 * MIB, enough=4)
-# 0.9 ms: seen on an H200, in 134 slots of 15 MiB. A GPU copies a slot in less time than its
-# messages take, so it has fewer slots, which grow with the budget.
-GPU_SLOTS = SlotRule(slot_s=900e-6, most_bytes=256 * MIB, enough=3)
+# 0.25 ms: gather, write, notification and scatter through the queues of two processes, measured on
+# a host with 2 shared cores (docs/adr/0012). One slot is filled while others are sent and drained.
+HOST_SLOTS = SlotRule(slot_s=250e-6, max_bytes=16 * MIB, enough=4)
+# 0.9 ms: measured on an H200 with 134 slots of 15 MiB. A GPU copies a slot in less time than its
+# messages take, so it gets fewer slots, which grow with the budget.
+GPU_SLOTS = SlotRule(slot_s=900e-6, max_bytes=256 * MIB, enough=3)
 
 
 def slots_on(device: Device) -> SlotRule:
@@ -55,19 +56,18 @@ def slots_on(device: Device) -> SlotRule:
     return HOST_SLOTS if device.is_host else GPU_SLOTS
 
 
-# ---------------------------------------------------------------- a link's constants
+# ---------------------------------------------------------------- cost of a link
 
-# Pieces of these sizes are measured: those of a slice, and those of a page's run.
+# Sizes of the pieces that are measured: typical of a slice, and of a run of pages.
 SMALL_PIECE_BYTES, LARGE_PIECE_BYTES = 1 << 10, 64 << 10
 
 
 class LinkCost(msgspec.Struct, frozen=True, kw_only=True):
-    """Costs of a transport on one machine.
+    """Costs of a transport between two machines.
 
-    ``write_s`` is what a write costs however large it is. ``descriptor_s`` is for pieces of
-    1 KiB and less, ``run_s`` for those of 64 KiB and more, where that differs.
-    ``maps_peer``: the source writes straight into the target's mapped memory, so there is
-    nothing to stage. Slots are those of host memory unless given.
+    ``write_s`` is the fixed cost of a write. ``descriptor_s`` is the cost of a piece of up to
+    1 KiB, ``run_s`` that of a piece of 64 KiB or more if it differs. ``maps_peer`` says that the
+    source writes into mapped memory of the target, so nothing is staged.
     """
 
     descriptor_s: float
@@ -85,25 +85,25 @@ class LinkCost(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError("bandwidth, copy speed and slot size must be above 0 and finite")
         costs = (self.descriptor_s, self.slot_s, self.write_s, self.run_s or 0.0)
         if not all(0 <= cost < math.inf for cost in costs):
-            raise InputError("the cost of a descriptor and of a slot is 0 or more, and finite")
+            raise InputError("costs in seconds must be 0 or more and finite")
 
     def num_slots(self, num_bytes: int) -> int:
-        """Return how many slots so many bytes fill, and so how many bulk writes they take."""
+        """Return the number of slots, and so of bulk writes, for a payload."""
         return -(-num_bytes // self.slot_bytes)
 
     def wire_s(self, num_bytes: int) -> float:
-        """Return what the bytes of a write take."""
+        """Return the seconds that the bytes take on the wire."""
         return num_bytes / self.bytes_per_s
 
     def direct_s(self, num_pieces: int, num_bytes: int) -> float:
-        """Return what one write takes that goes straight into place, in so many pieces."""
+        """Return the seconds of one write of many pieces without staging."""
         return self.write_s + self.pieces_s(num_pieces, num_bytes) + self.wire_s(num_bytes)
 
     def staged_s(self, num_bytes: int) -> float:
-        """Return what so many bytes take through slots.
+        """Return the seconds of a transfer through staging slots.
 
-        Gather and scatter count in full. They overlap with the writes of other slots, but on
-        one host all three share the memory's bandwidth, so the sum does not flatter staging.
+        Gather and scatter count in full. They overlap with the writes of other slots, but on one
+        host all three share the memory bandwidth, so leaving them out would favour staging.
         """
         copies_s = 2 * num_bytes / self.copy_bytes_per_s
         slots = self.num_slots(num_bytes)
@@ -111,7 +111,7 @@ class LinkCost(msgspec.Struct, frozen=True, kw_only=True):
         return slots_s + copies_s + self.wire_s(num_bytes)
 
     def pieces_s(self, num_pieces: int, num_bytes: int) -> float:
-        """Return what so many pieces cost beside their bytes, which lie between small and large."""
+        """Return the seconds for descriptors, interpolated by the mean size of a piece."""
         if self.run_s is None or not num_pieces:
             return num_pieces * self.descriptor_s
         mean = min(max(num_bytes / num_pieces, SMALL_PIECE_BYTES), LARGE_PIECE_BYTES)
@@ -122,50 +122,30 @@ class LinkCost(msgspec.Struct, frozen=True, kw_only=True):
 # ---------------------------------------------------------------- presets
 
 
-def _preset(
-    device: Device,
-    *,
-    descriptor_s: float,
-    bytes_per_s: float,
-    copy_bytes_per_s: float,
-    maps_peer: bool = False,
-) -> LinkCost:
-    slots = slots_on(device)
-    return LinkCost(
-        descriptor_s=descriptor_s,
-        bytes_per_s=bytes_per_s,
-        copy_bytes_per_s=copy_bytes_per_s,
-        slot_bytes=slots.slot_bytes(),
-        slot_s=slots.slot_s,
-        maps_peer=maps_peer,
-    )
+_gpu_cost = partial(LinkCost, slot_bytes=GPU_SLOTS.slot_bytes(), slot_s=GPU_SLOTS.slot_s)
 
-
-_GPU = Device("cuda")
-# Used by ``kvferry plan --cost-model``, and by endpoints until they have measured a link.
+# Used by ``kvferry plan --cost-model``, and by endpoints until they have measured the link.
 #   nixl-host    measured: NIXL 1.5.1, UCX with CMA, host memory, loopback, 2 cores
 #   nixl-gpu     measured: the same over cuda_ipc between two processes on one H200
 #   mooncake     measured: Mooncake 0.3.13, TCP on loopback, 2 cores
-#   shm          the target's pool mapped by the source, one memcpy per piece
+#   shm          the source maps the target's pool and calls memcpy for each piece
 #   cuda         measured: the same between processes on one H200, all pieces in one launch
 #   rdma-400g    assumed, not measured: a 400 Gb/s NIC per rank, GPU memory at both ends
 PRESETS = {
-    "nixl-host": _preset(HOST, descriptor_s=3e-6, bytes_per_s=6.5e9, copy_bytes_per_s=7e9),
-    "nixl-gpu": _preset(_GPU, descriptor_s=7.6e-6, bytes_per_s=1.19e12, copy_bytes_per_s=1.78e12),
-    "mooncake": _preset(HOST, descriptor_s=50e-6, bytes_per_s=1e9, copy_bytes_per_s=7e9),
-    "shm": _preset(HOST, descriptor_s=60e-9, bytes_per_s=7e9, copy_bytes_per_s=7e9, maps_peer=True),
-    "cuda": _preset(
-        _GPU, descriptor_s=0, bytes_per_s=1.8e12, copy_bytes_per_s=1.8e12, maps_peer=True
-    ),
-    "rdma-400g": _preset(_GPU, descriptor_s=1e-6, bytes_per_s=46e9, copy_bytes_per_s=1.78e12),
+    "nixl-host": LinkCost(descriptor_s=3e-6, bytes_per_s=6.5e9, copy_bytes_per_s=7e9),
+    "nixl-gpu": _gpu_cost(descriptor_s=7.6e-6, bytes_per_s=1.19e12, copy_bytes_per_s=1.78e12),
+    "mooncake": LinkCost(descriptor_s=50e-6, bytes_per_s=1e9, copy_bytes_per_s=7e9),
+    "shm": LinkCost(descriptor_s=60e-9, bytes_per_s=7e9, copy_bytes_per_s=7e9, maps_peer=True),
+    "cuda": _gpu_cost(descriptor_s=0, bytes_per_s=1.8e12, copy_bytes_per_s=1.8e12, maps_peer=True),
+    "rdma-400g": _gpu_cost(descriptor_s=1e-6, bytes_per_s=46e9, copy_bytes_per_s=1.78e12),
 }
-# A descriptor of nixl-host in bytes at its speed, rounded down to a power of two: NIXL's writes
-# are cut into batches by it.
+# The bytes that nixl-host sends in the time of a descriptor, rounded down to a power of two. NIXL's
+# writes are cut into batches by it.
 NIXL_DESCRIPTOR_BYTES = 16 << 10
 
 
 def preset_for(transport: str, device: Device) -> str:
-    """Return the name of the preset that a transport on a device starts with."""
+    """Return the name of the preset for a transport on a device."""
     where = "host" if device.is_host else "gpu"
     names = (transport, f"{transport}-{where}", f"nixl-{where}")
     return next(name for name in names if name in PRESETS)
@@ -179,15 +159,15 @@ def default_link_cost(
     copy_bytes_per_s: float | None = None,
     maps_peer: bool | None = None,
 ) -> LinkCost:
-    """Return the constants that an endpoint chooses by until it has measured a link.
+    """Return the link cost that an endpoint uses until it has measured a link.
 
-    An endpoint passes what it knows of itself: the size of its slots, the measured speed of its
-    copies, whether its transport maps the peer. The preset stands for the rest.
+    The endpoint passes what it knows: the size of its slots, the measured speed of its copies,
+    whether its transport maps the peer. The preset gives the rest.
     """
     preset, slots = PRESETS[preset_for(transport, device)], slots_on(device)
     return replace(
         preset,
-        # A preset may be that of another device: mooncake has one for both.
+        # The preset may be for another device: mooncake has one for both.
         slot_bytes=slots.slot_bytes() if slot_bytes is None else slot_bytes,
         slot_s=slots.slot_s,
         copy_bytes_per_s=preset.copy_bytes_per_s if copy_bytes_per_s is None else copy_bytes_per_s,
@@ -197,71 +177,71 @@ def default_link_cost(
 
 # ---------------------------------------------------------------- pushes
 
-# A push of a few layers, beside what its write takes: time on the engine's thread, and time
-# until an empty write has arrived and is acknowledged. Estimates for 2 cores; a fast host has less.
+# Fixed cost of a push: time on the engine's thread, and time until an empty write is acknowledged.
+# Estimates for 2 cores; a fast host needs less.
 PUSH_CALL_S = 60e-6
 PUSH_WRITE_S = 300e-6
 
 
 # ---------------------------------------------------------------- measured links
 
-# A link is measured when a peer connects, but for peers of one host no more often than this.
+# A link is measured when a peer connects, but at most this often for peers on one host.
 REMEASURE_S = 30.0
-# LinkCost of so many hosts are kept although no peer there is connected.
-MAX_PLACES = 256
+# Number of routes whose cost is kept although no peer is connected.
+MAX_IDLE_ROUTES = 256
 
 
-class _Place(NamedTuple):
-    """Links of one transport to one host, which cost the same."""
+class _Route(NamedTuple):
+    """A transport and the peer's host. Links of one route cost the same."""
 
     transport: str
     host: str
 
 
 class LinkCostTable:
-    """The constants of each link of one source, first assumed and then measured.
+    """Measured costs of a source's links, by session. Presets until a link is measured.
 
-    Two links of one transport may cost quite different things, such as NIXL to a neighbour and
-    over a network, so they are measured for each host that peers are on.
+    The first preset is that of the preferred transport. Links of one transport may differ, such as
+    NIXL on one host and over a network, so each host is measured separately.
     """
 
-    def __init__(self, first: Mapping[str, LinkCost]) -> None:
-        self._first = dict(first)
-        self._measured: dict[_Place, LinkCost] = {}
-        self._begun_at: dict[_Place, float] = {}
-        self._places: dict[Session, _Place] = {}
-        # Of the link that was measured last, or of the best transport.
-        self.latest = next(iter(self._first.values()))
+    def __init__(self, presets: Mapping[str, LinkCost]) -> None:
+        self._presets = dict(presets)
+        self._measured: dict[_Route, LinkCost] = {}
+        self._started_at: dict[_Route, float] = {}
+        self._routes: dict[Session, _Route] = {}
+        # The latest measurement of any link, or else the preferred transport's preset.
+        self.latest = next(iter(self._presets.values()))
 
-    def reached(self, session: Session, transport: str, host: str) -> None:
-        """A link has its transport, to a peer on that host."""
-        self._places[session] = _Place(transport, host)
+    def add(self, session: Session, transport: str, host: str) -> None:
+        """Register a link with its transport and the host of its peer."""
+        self._routes[session] = _Route(transport, host)
 
     def of(self, session: Session) -> LinkCost:
-        """Return the costs of a link; those of the best transport before it is reached."""
-        place = self._places.get(session)
-        if place is None:
-            return next(iter(self._first.values()))
-        return self._measured.get(place, self._first[place.transport])
+        """Return the cost of a link, or the preferred transport's preset before ``add``."""
+        route = self._routes.get(session)
+        if route is None:
+            return next(iter(self._presets.values()))
+        return self._measured.get(route, self._presets[route.transport])
 
-    def due(self, session: Session, now: float) -> bool:
-        """Whether it is time to measure a link; if so, that begins now."""
-        place = self._places[session]
-        if now < self._begun_at.get(place, -math.inf) + REMEASURE_S:
+    def start_if_due(self, session: Session, now: float) -> bool:
+        """Return whether to measure a link now, and if so record the start."""
+        route = self._routes[session]
+        if now < self._started_at.get(route, -math.inf) + REMEASURE_S:
             return False
-        self._begun_at[place] = now
+        self._started_at[route] = now
         return True
 
-    def measured(self, session: Session, link_cost: LinkCost) -> None:
-        """A link costs this, and so do others like it."""
-        place = self._places.get(session)
-        if place is not None:
-            self._measured[place] = self.latest = link_cost
+    def record(self, session: Session, link_cost: LinkCost) -> None:
+        """Record a measurement, for this link and for others of the same route."""
+        route = self._routes.get(session)
+        if route is not None:
+            self._measured[route] = self.latest = link_cost
 
     def forget(self, session: Session) -> None:
-        """A link is over. What it cost is kept while others are like it."""
-        place = self._places.pop(session, None)
-        if place is not None and len(self._begun_at) > MAX_PLACES:
-            kept = set(self._places.values())
+        """Remove a closed link. Its route's measurement is kept within a limit."""
+        route = self._routes.pop(session, None)
+        if route is not None and len(self._started_at) > MAX_IDLE_ROUTES:
+            kept = set(self._routes.values())
             self._measured = {p: c for p, c in self._measured.items() if p in kept}
-            self._begun_at = {p: t for p, t in self._begun_at.items() if p in kept}
+            self._started_at = {p: t for p, t in self._started_at.items() if p in kept}

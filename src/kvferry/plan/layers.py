@@ -1,9 +1,8 @@
-"""How many layers to push at a time, from what a layer takes to compute and to send. Pure.
+"""How many layers to push at a time, from the time to compute and to send a layer.
 
-A chunk that is pushed whole leaves when its last layer is computed, and all of it is left to
-send then. Pushed by groups of layers, it leaves while the layers above are computed, and only
-the last group is left, if sending keeps up. Every push costs something of its own, so groups
-that are too small take longer than they save.
+A chunk that is pushed whole can only be sent once its last layer is computed. Pushed by groups of
+layers, it is sent while later layers are computed, and only the last group remains at the end, if
+sending keeps up. Every push has a fixed cost, so very small groups cost more than they save.
 """
 
 from __future__ import annotations
@@ -18,12 +17,16 @@ from kvferry.plan.cost import PUSH_CALL_S, PUSH_WRITE_S, LinkCost
 from kvferry.plan.estimate import Estimate, MoveEstimate
 from kvferry.plan.units import human_seconds
 
-# What must be won before it is worth being less simple.
-LEAST_GAIN, LEAST_GAIN_S = 0.1, 100e-6
+# Push whole chunks unless groups of layers save this share of the time, and this many seconds.
+MIN_GAIN, MIN_GAIN_S = 0.1, 100e-6
 
 
 class LayersPerPush(NamedTuple):
-    """How many layers to push at a time, what is then left to send after the last, and why."""
+    """How many layers to push at a time, and why.
+
+    ``left_s`` is the predicted time from the last layer to the end of the transfer, ``whole_s``
+    the same if the chunk is pushed whole.
+    """
 
     layers: int
     left_s: float
@@ -41,23 +44,23 @@ def layers_per_push(
     call_s: float = PUSH_CALL_S,
     write_s: float = PUSH_WRITE_S,
 ) -> LayersPerPush:
-    """The size of a group that leaves the least to do after the last layer.
+    """Return the number of layers per push that leaves the least to send after the last layer.
 
-    ``layer_s`` is how long one layer of a chunk takes to compute, ``layer_bytes`` what a rank
-    then has to send of it and ``layer_pieces`` the contiguous pieces that this falls into.
-    ``num_layers``, which may be those of one pipeline stage, means: push the chunk whole.
+    ``num_layers`` are the layers of the rank's pipeline stage; as the result it means to push the
+    chunk whole. ``layer_s`` is the time to compute one layer of a chunk, ``layer_bytes`` what a
+    rank sends of it, and ``layer_pieces`` the number of contiguous pieces of that.
     """
     if num_layers < 1 or layer_bytes < 0 or layer_pieces < 0:
-        raise InputError("a chunk has at least one layer, of 0 bytes and 0 pieces or more")
+        raise InputError("num_layers must be 1 or more, layer_bytes and layer_pieces 0 or more")
     if not all(0 <= seconds < math.inf for seconds in (layer_s, call_s, write_s)):
-        raise InputError("the times of a layer and of a push are 0 or more, and finite")
+        raise InputError("layer_s, call_s and write_s must be 0 or more and finite")
 
     def push_s(layers: int) -> float:
         shape = BlockShape(layers * layer_bytes, layers * layer_pieces, layers * layer_pieces, True)
         return write_s + choose(shape, link_cost).predicted_s
 
     def left_s(layers: int) -> float:
-        """After the last layer: the last group, or all that sending is behind by then."""
+        """Time to send the last group, or the whole backlog if sending is slower."""
         pushes = -(-num_layers // layers)
         sent_s = layers * layer_s + (num_layers / layers) * push_s(layers)
         return max(push_s(layers), sent_s - num_layers * layer_s) + pushes * call_s
@@ -65,22 +68,24 @@ def layers_per_push(
     whole = left_s(num_layers)
     best = min(range(num_layers, 0, -1), key=left_s)
     gain = whole - left_s(best)
-    if best == num_layers or gain < max(LEAST_GAIN * whole, LEAST_GAIN_S):
+    if best == num_layers or gain < max(MIN_GAIN * whole, MIN_GAIN_S):
         reason = _why_whole(num_layers * layer_s, whole, push_s(1), layer_s)
         return LayersPerPush(num_layers, whole, whole, reason)
-    keeps_up = "sending keeps up" if push_s(best) <= best * layer_s else "sending is the slower"
+    keeps_up = (
+        "sending keeps up" if push_s(best) <= best * layer_s else "sending is slower than computing"
+    )
     left, before = human_seconds(left_s(best)), human_seconds(whole)
     reason = f"{keeps_up}: {left} are left after the last layer instead of {before}"
     return LayersPerPush(best, left_s(best), whole, reason)
 
 
 def layers_for(costs: Estimate, layer_s: float) -> LayersPerPush:
-    """The same for a request that was estimated, at the source that has the most to send."""
+    """Return ``layers_per_push`` for an estimated request, at the source with the most to send."""
     by_source: dict[int, list[MoveEstimate]] = {}
     for one in costs.moves:
         by_source.setdefault(one.move.source, []).append(one)
     if not by_source:
-        return LayersPerPush(1, 0.0, 0.0, "nothing travels")
+        return LayersPerPush(1, 0.0, 0.0, "there is nothing to send")
     slowest = max(by_source.values(), key=lambda mine: sum(m.choice.predicted_s for m in mine))
     layers = SpanSet()
     for one in slowest:

@@ -1,12 +1,11 @@
-"""Where a rank keeps its bytes: strides and bases, without pointers.
+"""Where a rank keeps its cache: strides and bases in registered regions, without addresses.
 
-A placement says, for one tensor of one group, how far apart pages, tokens and
-units are and where each layer begins inside a registered region. That is enough
-for NHD and HND, for one tensor per layer or one for all, for K and V apart or
-packed. The map can be sent to a peer; addresses enter only at the transport.
+A placement gives, for one tensor of one group, the strides of pages, tokens and units, and where
+each layer begins in a region. That describes NHD and HND, one tensor per layer or one for all, K
+and V separate or packed. A pool map can be sent to a peer; only the transport adds addresses.
 
-Offsets are 64-bit. A placement that could produce one of ``MAX_OFFSET`` or more
-is refused when it is made, so the arithmetic on it never wraps.
+Offsets have 64 bits. A placement that could give an offset of ``MAX_OFFSET`` or more is refused
+when it is made, so arithmetic on offsets never overflows.
 """
 
 from __future__ import annotations
@@ -23,26 +22,27 @@ from kvferry.layout.spec import MAX_UNITS, Group, StateRow, Tensor
 
 Int64s = NDArray[np.int64]
 MAX_OFFSET = 1 << 62
-# How many answers of ``Placement.bases_of`` are remembered.
-MAX_KNOWN_BASES = 1024
+# Number of cached results of ``Placement.bases_of``.
+MAX_CACHED_BASES = 1024
 
 
 class Base(msgspec.Struct, frozen=True, array_like=True):
-    """Where one layer of a tensor begins."""
+    """The region and offset at which one layer of a tensor begins."""
 
     layer: int
     region: int
     offset: int
 
 
-# By identity and layers; what is kept of the former keeps it from being used again.
-_known_bases: dict[tuple[int, tuple[int, ...]], tuple[tuple[Base, ...], tuple[Base, ...]]] = {}
+# By the identity of a placement's bases and layers. The value holds the bases, so that their
+# identity is not reused.
+_cached_bases: dict[tuple[int, tuple[int, ...]], tuple[tuple[Base, ...], tuple[Base, ...]]] = {}
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """Strides in bytes of one tensor, alike in every layer, and each layer's base.
+    """Strides in bytes of one tensor, the same in every layer, and the base of each layer.
 
-    For a slot group a "page" is a state row and ``token_stride`` is unused.
+    In a state group a page is a state row, and ``token_stride`` is unused.
     """
 
     group: str
@@ -59,16 +59,16 @@ class Placement(msgspec.Struct, frozen=True):
         if min(numbers) < 0:
             raise InputError(
                 f"{self.group}.{self.tensor} has a negative stride, offset, region or number "
-                f"of pages; give none below 0"
+                f"of pages; all must be 0 or more"
             )
-        if max(*numbers, self._reach()) >= MAX_OFFSET:
+        if max(*numbers, self._max_offset()) >= MAX_OFFSET:
             raise InputError(
                 f"{self.group}.{self.tensor} could lie 2**62 bytes or more into its region; "
                 f"use fewer or smaller pages"
             )
 
-    def _reach(self) -> int:
-        """A bound on every offset, whatever page, token and unit are asked for."""
+    def _max_offset(self) -> int:
+        """Return a bound on the offset of every page, token and unit."""
         return (
             max((base.offset for base in self.bases), default=0)
             + self.num_pages * self.page_stride
@@ -77,17 +77,18 @@ class Placement(msgspec.Struct, frozen=True):
         )
 
     def bases_of(self, layers: tuple[int, ...]) -> tuple[Base, ...]:
-        """The bases of those layers, in that order: the same tuple every time, while it is known.
+        """Return the bases of these layers, in this order.
 
-        Every write asks for them, mostly for the same layers.
+        Cached, because every write needs them, mostly for the same layers. A cached result is the
+        same tuple every time.
         """
         key = id(self.bases), layers
-        known = _known_bases.get(key)
-        # An identity may be another's by now.
+        known = _cached_bases.get(key)
+        # The identity may belong to another object by now.
         if known is None or known[0] is not self.bases:
-            if len(_known_bases) >= MAX_KNOWN_BASES:
-                _known_bases.clear()
-            known = _known_bases[key] = self.bases, self._bases_of(layers)
+            if len(_cached_bases) >= MAX_CACHED_BASES:
+                _cached_bases.clear()
+            known = _cached_bases[key] = self.bases, self._bases_of(layers)
         return known[1]
 
     def _bases_of(self, layers: tuple[int, ...]) -> tuple[Base, ...]:
@@ -102,12 +103,12 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class PoolMap(msgspec.Struct, frozen=True):
-    """Every placement of one rank."""
+    """All placements of one rank."""
 
     placements: tuple[Placement, ...]
 
     def of(self, group: str, tensor: str) -> Placement:
-        """The placement of one tensor."""
+        """Return the placement of a tensor."""
         for placement in self.placements:
             if placement.group == group and placement.tensor == tensor:
                 return placement
@@ -117,27 +118,27 @@ class PoolMap(msgspec.Struct, frozen=True):
 class PageTable:
     """The pages of one request in one group, in token order.
 
-    ``pages[i]`` holds the rank's local tokens from ``(first_page + i) *
-    page_tokens`` on. A window group may leave out the pages it has dropped.
-    For a slot group the only entry is the request's state row.
+    ``pages[i]`` holds the rank's local tokens from ``(first_page + i) * page_tokens`` on. A window
+    group may leave out pages that it has dropped. In a state group the only entry is the request's
+    state row.
     """
 
     __slots__ = ("first_page", "pages")
 
     def __init__(self, pages: ArrayLike, first_page: int = 0) -> None:
         try:
-            # A copy that stays as it is: bindings remember what they made of it.
+            # A copy that nobody changes, because bindings are cached by it.
             self.pages: Int64s = np.array(pages, dtype=np.int64)
         except (OverflowError, TypeError, ValueError):
             raise InputError("a page table is a flat list of 64-bit page numbers") from None
         self.pages.flags.writeable = False
         self.first_page = first_page
         if self.pages.ndim != 1 or not 0 <= first_page < MAX_OFFSET:
-            raise InputError("a page table is a flat list of page numbers from page 0 or later on")
+            raise InputError("a page table is a flat list of page numbers; first_page is 0 or more")
 
     @property
     def end_page(self) -> int:
-        """One past the last page that the table has."""
+        """One past the last page in the table."""
         return self.first_page + len(self.pages)
 
     def __repr__(self) -> str:
@@ -145,24 +146,24 @@ class PageTable:
 
 
 class Pools(NamedTuple):
-    """A pool map together with the size of every region that it names."""
+    """A pool map, and the size of every region in it."""
 
     map: PoolMap
     region_bytes: tuple[int, ...]
 
 
 def contiguous_pools(layout: Layout, rank: int, num_pages: int, num_rows: int = 1) -> Pools:
-    """The plainest placement: a dense region for every layer of every tensor.
+    """Return the simplest pools: a dense region for every layer of every tensor.
 
-    ``num_rows`` is the number of state rows in slot groups.
+    ``num_rows`` is the number of rows in state groups.
     """
     placements: list[Placement] = []
     sizes: list[int] = []
     held = layout.rank_shards(rank)
-    for group in (
-        group for group in layout.spec.groups if any(h.group == group.name for h in held)
-    ):
+    for group in layout.spec.groups:
         mine = [shard for shard in held if shard.group == group.name]
+        if not mine:
+            continue
         layers = sorted(layer for shard in mine for layer in group.layers_in(shard.layers))
         num = num_rows if isinstance(group.kind, StateRow) else num_pages
         for tensor in group.tensors:

@@ -1,8 +1,7 @@
-"""The plan: who sends what to whom, for a pair of layouts.
+"""The plan: which rank sends what to which rank, for a pair of layouts.
 
-A plan knows no addresses, pages or requests. It is a value: comparable,
-printable, with a digest that both sides compare at the handshake. Sender and
-receiver both read their duties from it, so they cannot disagree.
+A plan has no addresses, pages or requests. It is a comparable value with a digest, which both sides
+compare at the handshake. Both sides derive what is sent and what is expected from the same plan.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from kvferry.layout.intervals import ALL_TOKENS, Span, Tokens, cut
 from kvferry.layout.layout import Layout, Shards
 from kvferry.layout.spec import CacheSpec, StateRow
 
-# Part of every digest: bump it when the meaning of a move changes.
+# Part of every digest. Change it when the meaning of a move changes.
 PLAN_FORMAT = "kvferry-plan-1"
 
-# Requests whose blocks a plan remembers: those of one size recur, and each of their steps asks.
-MAX_KNOWN_BLOCKS = 1024
+# Number of requests whose blocks are cached. Sizes recur, and every step of a request needs them.
+MAX_CACHED_BLOCKS = 1024
 
-# A bound on a request, so that positions times strides stay within 64 bits.
+# Limit on a request, so that positions times strides fit in 64 bits.
 MAX_TOKENS = 1 << 30
 
 
 class Move(msgspec.Struct, frozen=True):
-    """One block that one source owes one target.
+    """Layers, units and tokens of one group that one source sends to one target.
 
-    ``units`` count over the whole model; ``source_unit`` and ``target_unit``
-    are where the block begins among the units each rank holds. ``layers`` is a
-    span of model layer numbers: the move has the group's layers inside it.
+    ``layers`` is a span of model layer numbers, of which the move has those of the group. ``units``
+    are counted over the whole model. ``source_unit`` and ``target_unit`` are the position of the
+    first unit among those that each rank holds.
     """
 
     group: str
@@ -53,7 +52,7 @@ class Move(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """The two numbers of a request that geometry needs: its length, and what is cached."""
+    """The size of a request: its tokens, and how many of them the target has cached."""
 
     num_tokens: int
     prefix: int = 0
@@ -71,7 +70,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Block(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """A part of what a pair owes: some layers of a group for a stretch of tokens."""
+    """Some layers of a group for a span of tokens: a part of what a source sends a target."""
 
     group: str
     layers: Span
@@ -82,34 +81,34 @@ class Block(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 
 class Plan:
-    """Every move between one source replica and one target replica, in a canonical order."""
+    """All moves between one source replica and one target replica, in a canonical order."""
 
     def __init__(self, source: Layout, target: Layout, moves: tuple[Move, ...]) -> None:
         self.source = source
         self.target = target
         self.moves = moves
-        self._known_blocks: dict[tuple[int, int, int, int], tuple[Block, ...]] = {}
+        self._cached_blocks: dict[tuple[int, int, int, int], tuple[Block, ...]] = {}
 
     @property
     def spec(self) -> CacheSpec:
-        """The cache that travels. Both sides describe the same one."""
+        """The cache specification, which is the same on both sides."""
         return self.source.spec
 
     @cached_property
     def digest(self) -> str:
-        """A fingerprint of what travels and who carries it; paging is not part of it."""
+        """A hash of the cache and the moves. Paging is not part of it."""
         shape = (self.source.num_ranks, self.target.num_ranks)
         content = msgspec.json.encode((PLAN_FORMAT, self.spec, shape, self.moves))
         return hashlib.blake2b(content, digest_size=16).hexdigest()
 
     @cached_property
     def held(self) -> Shards:
-        """What each source rank holds."""
+        """The shards of each source rank."""
         return self.source.shards()
 
     @cached_property
     def wanted(self) -> Shards:
-        """What each target rank holds, and so wants."""
+        """The shards of each target rank."""
         return self.target.shards()
 
     @cached_property
@@ -120,8 +119,8 @@ class Plan:
         return {pair: tuple(moves) for pair, moves in pairs.items()}
 
     @cached_property
-    def _shared(self) -> frozenset[tuple[int, int, str]]:
-        """Pairs and groups of which a move has state, or some of the tokens only."""
+    def _partial_groups(self) -> frozenset[tuple[int, int, str]]:
+        """Pairs and groups with a move of state, or of only some of the tokens."""
         groups = {group.name: group for group in self.spec.groups}
         return frozenset(
             (move.source, move.target, move.group)
@@ -130,48 +129,48 @@ class Plan:
         )
 
     def has_every_token(self, source: int, target: int, group: str) -> bool:
-        """Whether both ranks have all tokens of a group, so that its blocks are whole."""
-        return (source, target, group) not in self._shared
+        """Return whether both ranks hold all tokens of a group that follows tokens."""
+        return (source, target, group) not in self._partial_groups
 
     @cached_property
     def _targets(self) -> dict[int, tuple[int, ...]]:
-        """For each source that works, its targets, ascending."""
+        """The targets of each source that sends something, ascending."""
         return _grouped((source, target) for source, target in self._by_pair)
 
     @cached_property
     def _sources(self) -> dict[int, tuple[int, ...]]:
-        """For each target that gets something, its sources, ascending."""
+        """The sources of each target that receives something, ascending."""
         return _grouped((target, source) for source, target in self._by_pair)
 
     def between(self, source: int, target: int) -> tuple[Move, ...]:
-        """What ``source`` owes ``target``; empty where it owes nothing."""
+        """Return the moves from ``source`` to ``target``."""
         return self._by_pair.get((source, target), ())
 
     def targets_of(self, source: int) -> tuple[int, ...]:
-        """The targets that ``source`` sends to, ascending."""
+        """Return the targets that ``source`` sends to, ascending."""
         return self._targets.get(source, ())
 
     def sources_of(self, target: int) -> tuple[int, ...]:
-        """The sources that ``target`` receives from, ascending."""
+        """Return the sources that ``target`` receives from, ascending."""
         return self._sources.get(target, ())
 
     @cached_property
     def _idle(self) -> tuple[int, ...]:
+        """Source ranks that send nothing, except the lead."""
         working = {*self._targets, self.source.lead}
         return tuple(rank for rank in range(self.source.num_ranks) if rank not in working)
 
     def contacts(self, target: int) -> tuple[int, ...]:
-        """The sources that ``target`` tells of each room, and hears a Close from.
+        """Return the sources to which ``target`` sends an Offer for each room.
 
-        Those that owe it something, the lead, which has the metadata, and its
-        share of the sources that owe nothing to anyone: they hold pages too,
-        and must learn when to let go of them.
+        These are the sources that send it something, the lead, which has the metadata, and a
+        share of the idle sources: they hold pages too, and must learn when to release them.
         """
         idle = self._idle[target :: self.target.num_ranks]
         return tuple(sorted({*self.sources_of(target), self.source.lead, *idle}))
 
     def audience(self, source: int) -> tuple[int, ...]:
-        """The targets that tell ``source`` of each room: ``contacts`` seen from its side."""
+        """Return the targets that have ``source`` among their ``contacts``."""
         if source == self.source.lead:
             return tuple(range(self.target.num_ranks))
         if source in self._idle:
@@ -179,18 +178,18 @@ class Plan:
         return self.targets_of(source)
 
     def blocks(self, source: int, target: int, request: Request) -> tuple[Block, ...]:
-        """Everything that ``source`` owes ``target`` for one request, in disjoint blocks."""
+        """Return what ``source`` sends ``target`` for a request, as disjoint blocks."""
         key = source, target, request.num_tokens, request.prefix
-        known = self._known_blocks.get(key)
-        if known is None:
-            if len(self._known_blocks) >= MAX_KNOWN_BLOCKS:
-                self._known_blocks.clear()
-            known = self.blocks_of(self.between(source, target), request)
-            self._known_blocks[key] = known
-        return known
+        cached = self._cached_blocks.get(key)
+        if cached is None:
+            if len(self._cached_blocks) >= MAX_CACHED_BLOCKS:
+                self._cached_blocks.clear()
+            cached = self.blocks_of(self.between(source, target), request)
+            self._cached_blocks[key] = cached
+        return cached
 
     def blocks_of(self, moves: Sequence[Move], request: Request) -> tuple[Block, ...]:
-        """Everything that these moves of one pair carry for one request, in disjoint blocks."""
+        """Return what these moves of one pair carry for a request, as disjoint blocks."""
         spans: dict[str, list[Span]] = {}
         for move in moves:
             if self.tokens_of(move, request).num_tokens:
@@ -202,18 +201,18 @@ class Plan:
         )
 
     def tokens_of(self, move: Move, request: Request) -> Tokens:
-        """The positions of one request that ``move`` carries, finite and maybe none."""
+        """Return the positions of a request that ``move`` carries: a finite set, possibly empty."""
         group = self.spec.group(move.group)
         return move.tokens.clip(group.owed(request.num_tokens, request.prefix))
 
     def bytes_of(self, move: Move, request: Request) -> int:
-        """The payload of one move for one request."""
+        """Return the bytes of a move for a request."""
         group = self.spec.group(move.group)
         cells = len(group.layers_in(move.layers)) * len(move.units)
         return self.tokens_of(move, request).num_tokens * cells * group.unit_bytes
 
     def payload_bytes(self, request: Request) -> int:
-        """The payload of one request, over all targets of one replica."""
+        """Return the bytes of a request, over all targets of one replica."""
         return sum(self.bytes_of(move, request) for move in self.moves)
 
     def __eq__(self, other: object) -> bool:
@@ -232,14 +231,14 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        # Imported here because describing a plan needs the plan.
+        # Imported here, because ``describe`` imports this module.
         from kvferry.plan.describe import as_text  # noqa: PLC0415
 
         return as_text(self)
 
 
 def _grouped(pairs: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
-    """What each first number is paired with, ascending."""
+    """Return the second numbers for each first number, ascending."""
     groups: dict[int, list[int]] = {}
     for key, value in sorted(pairs):
         groups.setdefault(key, []).append(value)

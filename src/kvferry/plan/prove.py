@@ -1,11 +1,10 @@
-"""The proof that a plan is right: ``check`` paints what each target would receive.
+"""An independent check of a plan: ``check`` counts how often each target unit is written.
 
-It shares no step with the planner. Every move must lie within what its source
-and its target hold, at the right local index. Then, for every target, each move
-is painted onto a dense grid of (token, layer, unit) that is as large as what
-the target holds, and each cell must have been painted exactly once. Tokens are
-painted by representatives: between two edges the pattern repeats with the
-common period, so one period speaks for all of them.
+It shares no code with the planner. Every move must lie within the shards of its source and of its
+target, at the right local unit. Then, for each target, every move is counted on a dense grid of
+(token, layer, unit) as large as the target's shards, and each cell must be written exactly once.
+Tokens are represented by samples: between two edges, ownership repeats with the common period, so
+one period is enough.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ def check(plan: Plan) -> None:
 
 
 def _check_ends(plan: Plan, move: Move) -> None:
-    """The source holds what it sends, the target what it gets, at the indices stated."""
+    """Check that source and target hold the move, at the stated units."""
     layers = plan.spec.group(move.group).layers_in(move.layers)
     if not layers or not len(move.units):
-        raise BrokenPlan(f"{move!r} carries nothing")
+        raise BrokenPlan(f"{move!r} has no layers or no units")
     ends = (
         ("source", plan.held, move.source, move.source_unit),
         ("target", plan.wanted, move.target, move.target_unit),
@@ -63,7 +62,7 @@ def _all_in(layers: tuple[int, ...], shards: Sequence[Shard]) -> bool:
 
 
 def _fits(move: Move, shard: Shard) -> bool:
-    """Whether the shard has the move's units and tokens, in whatever layers."""
+    """Return whether the shard has the move's units and tokens, in any layers."""
     same_group = shard.group == move.group
     return same_group and shard.units.covers(move.units) and _within(move.tokens, shard.tokens)
 
@@ -78,18 +77,18 @@ def _check_target(
     plan: Plan, target: int, name: str, shards: list[Shard], moves: list[Move]
 ) -> None:
     grid = _Grid(plan, name, shards, moves)
-    expected, painted = grid.paint(shards), grid.paint(moves)
-    if not np.array_equal(expected, painted):
-        token, layer, unit = (int(i[0]) for i in np.nonzero(expected != painted))
+    expected, actual = grid.count(shards), grid.count(moves)
+    if not np.array_equal(expected, actual):
+        token, layer, unit = (int(i[0]) for i in np.nonzero(expected != actual))
         raise BrokenPlan(
             f"target {target} would get group {name!r} layer {grid.layers[layer]} "
             f"unit {grid.units.first + unit} token {grid.tokens[token]} "
-            f"{painted[token, layer, unit]} times, not {expected[token, layer, unit]}"
+            f"{actual[token, layer, unit]} times, not {expected[token, layer, unit]}"
         )
 
 
-def _representatives(patterns: Iterable[Tokens]) -> list[int]:
-    """Enough positions that patterns which agree on them agree everywhere."""
+def _sample_tokens(patterns: Iterable[Tokens]) -> list[int]:
+    """Return enough positions that patterns which agree on them agree everywhere."""
     distinct = set(patterns)
     period = math.lcm(*(tokens.step for tokens in distinct))
     edges = sorted({0} | {t.first for t in distinct} | {t.end for t in distinct if t.end})
@@ -97,7 +96,7 @@ def _representatives(patterns: Iterable[Tokens]) -> list[int]:
 
 
 class _Grid:
-    """What one target holds of one group, with representatives for its tokens."""
+    """What one target holds of one group, with sampled tokens."""
 
     def __init__(
         self, plan: Plan, name: str, shards: Sequence[Shard], moves: Sequence[Move]
@@ -105,15 +104,15 @@ class _Grid:
         group = plan.spec.group(name)
         held = {layer for shard in shards for layer in group.layers_in(shard.layers)}
         patterns = [shard.tokens for shard in shards] + [move.tokens for move in moves]
-        self.tokens = np.array(_representatives(patterns), dtype=np.int64)
+        self.tokens = np.array(_sample_tokens(patterns), dtype=np.int64)
         self.layers = np.array(sorted(held), dtype=np.int64)
         self.units = Span(
             min(shard.units.first for shard in shards),
             max(shard.units.end for shard in shards),
         )
 
-    def paint(self, blocks: Sequence[Shard] | Sequence[Move]) -> Counts:
-        """How many of the blocks contain each cell."""
+    def count(self, blocks: Sequence[Shard] | Sequence[Move]) -> Counts:
+        """Return how many of the blocks contain each cell."""
         shape = (len(self.tokens), len(self.layers), len(self.units))
         counts = np.zeros(shape, dtype=np.int32)
         for block in blocks:

@@ -1,23 +1,18 @@
-"""From two layouts to a plan, by interval intersection.
+"""The planner: makes a plan from two layouts by interval intersection.
 
-For each group, all boundaries of all shards cut the coordinates into cells:
-a layer interval, a unit interval, a token class. Inside a cell nothing
-changes, so every holder holds all of it and every taker needs all of it. No
-step asks which side has more ranks, or whether anything is replicated.
+For each group, the boundaries of all shards cut the coordinates into cells: a layer interval, a
+unit interval and a token class. Every source of a cell holds all of it, and every target needs all
+of it. No step asks which side has more ranks, or whether anything is replicated.
 
-**Sharing.** With k holders and n takers of a cell of L layers, the takers'
-demands are laid end to end on a line of n·L layers and the line is cut into k
-parts, one for each holder in rank order. That gives one holder to one taker
-where k = n, an even split of the layers where n = 1, and in every case the
-fewest moves an even split can have. Where the line does not divide by k, the
-layers left over go to the holders that have the least to carry so far, one
-each. So ranks that hold the same things differ by no more than one layer of one
-cell in the end, over however many cells. A cell with fewer layers than holders
-leaves some of them idle, and the next cell is theirs.
+**Sharing.** With k sources and n targets of a cell of L layers, the targets' demands form a line of
+n·L layers, which is cut into k parts, one for each source in rank order. That pairs sources and
+targets if k = n, splits the layers evenly if n = 1, and always gives the fewest moves of an even
+split. If k does not divide the line, the remaining layers go to the sources with the least load so
+far, one each. So sources that hold the same shards differ by at most one layer of one cell,
+over any number of cells.
 
-Tokens are never enumerated: a token class is a residue modulo the least common
-multiple of the strides in use, between the few positions where a stated span
-begins or ends.
+Tokens are never enumerated. A token class is a residue modulo the least common multiple of the
+strides, between two positions where a stated span begins or ends.
 """
 
 from __future__ import annotations
@@ -40,31 +35,33 @@ from kvferry.layout.match import mismatches
 from kvferry.layout.spec import Group
 from kvferry.plan.plan import Move, Plan
 
-# A bound on the token classes of one group. Interleavings that are coprime and
-# large multiply; nobody runs one, and a hostile layout must not cost minutes.
+# Limit on the token classes of one group. Large coprime strides multiply; no real layout has them,
+# and a hostile one must not take minutes to plan.
 MAX_TOKEN_CLASSES = 1024
 
-# A bound on all cells of one group, for the same reason.
+# Limit on the cells of one group, for the same reason.
 MAX_CELLS = 1 << 17
 
 
-class _Held(NamedTuple):
+class _RankShard(NamedTuple):
     rank: int
     shard: Shard
 
 
 class _Cell(NamedTuple):
+    """Part of a group that each of its sources holds and each of its targets needs."""
+
     layers: tuple[int, ...]
     units: Span
     tokens: Tokens
-    sources: list[_Held]
-    targets: list[_Held]
+    sources: list[_RankShard]
+    targets: list[_RankShard]
 
 
 def reshard(source: Layout, target: Layout) -> Plan:
-    """The plan that takes every unit from ``source`` to where ``target`` wants it.
+    """Return the plan that gives every rank of ``target`` its shards from ``source``.
 
-    Raises ``Refused`` with every reason if the two sides do not fit.
+    Raises ``Refused`` with every reason if the two layouts are incompatible.
     """
     reasons = mismatches(source.spec, target.spec)
     if reasons:
@@ -73,24 +70,24 @@ def reshard(source: Layout, target: Layout) -> Plan:
     moves: list[Move] = []
     for group in source.spec.groups:
         sources, targets = _of_group(held, group.name), _of_group(wanted, group.name)
-        _demand_complete(group, targets)
+        _check_complete(group, targets)
         loads: Counter[int] = Counter()
         raw = (
             move
             for cell in _cells(group, sources, targets)
             for move in _share(group.name, cell, loads)
         )
-        moves += sorted(_merge(group, raw), key=_canonical)
+        moves += sorted(_merge(group, raw), key=_sort_key)
     return Plan(source, target, tuple(moves))
 
 
-def _canonical(move: Move) -> tuple[int, int, int, int, int]:
+def _sort_key(move: Move) -> tuple[int, int, int, int, int]:
     return (move.source, move.target, move.layers.first, move.units.first, move.tokens.first)
 
 
-def _of_group(ranks: Sequence[Sequence[Shard]], group: str) -> list[_Held]:
+def _of_group(ranks: Sequence[Sequence[Shard]], group: str) -> list[_RankShard]:
     return [
-        _Held(rank, shard)
+        _RankShard(rank, shard)
         for rank, shards in enumerate(ranks)
         for shard in shards
         if shard.group == group
@@ -101,18 +98,18 @@ def _of_group(ranks: Sequence[Sequence[Shard]], group: str) -> list[_Held]:
 
 
 def _cells(
-    group: Group, sources: list[_Held], targets: list[_Held], holders: str = "prefill"
+    group: Group, sources: list[_RankShard], targets: list[_RankShard], role: str = "prefill"
 ) -> Iterator[_Cell]:
-    """Cells that some target wants, with everyone who holds or wants them.
+    """Return the cells that some target needs, with their sources and targets.
 
-    Who holds an interval of one axis is a bit mask over shards; who holds a
-    cell is the conjunction of its three masks.
+    The ranks that hold an interval of one axis are a bit mask over shards. Those of a cell are
+    the intersection of its three masks.
     """
     shards = [held.shard for held in (*sources, *targets)]
     layer_cuts = _cuts(shard.layers for shard in shards)
     unit_cuts = _cuts(shard.units for shard in shards)
     classes = token_classes([shard.tokens for shard in shards], group.name)
-    _demand_few(group, len(layer_cuts) * len(unit_cuts) * len(classes))
+    _check_num_cells(group, len(layer_cuts) * len(unit_cuts) * len(classes))
     axes = [
         (
             _interval_masks(side, layer_cuts, lambda h: h.layers),
@@ -133,7 +130,7 @@ def _cells(
                     continue
                 held = s_layers[i] & s_units[j] & s_tokens[k]
                 if not held:
-                    raise _incomplete(group, layers, units, tokens, holders)
+                    raise _incomplete(group, layers, units, tokens, role)
                 yield _Cell(layers, units, tokens, _pick(sources, held), _pick(targets, wanted))
 
 
@@ -145,8 +142,10 @@ def _intervals(cuts: list[int]) -> Iterator[Span]:
     return (Span(first, end) for first, end in itertools.pairwise(cuts))
 
 
-def _interval_masks(side: list[_Held], cuts: list[int], axis: Callable[[Shard], Span]) -> list[int]:
-    """For each interval between cuts, the bits of the shards that contain it."""
+def _interval_masks(
+    side: list[_RankShard], cuts: list[int], axis: Callable[[Shard], Span]
+) -> list[int]:
+    """Return for each interval between cuts the bits of the shards that contain it."""
     masks = [0] * max(0, len(cuts) - 1)
     for bit, held in enumerate(side):
         span = axis(held.shard)
@@ -155,20 +154,20 @@ def _interval_masks(side: list[_Held], cuts: list[int], axis: Callable[[Shard], 
     return masks
 
 
-def _class_masks(side: list[_Held], classes: list[Tokens]) -> list[int]:
-    """For each token class, the bits of the shards that contain it."""
-    # Many ranks hold the same token set; few sets are asked about each class.
-    holders: dict[Tokens, int] = {}
+def _class_masks(side: list[_RankShard], classes: list[Tokens]) -> list[int]:
+    """Return for each token class the bits of the shards that contain it."""
+    # Many ranks hold the same token set, so only distinct sets are compared with each class.
+    masks: dict[Tokens, int] = {}
     for bit, held in enumerate(side):
-        holders[held.shard.tokens] = holders.get(held.shard.tokens, 0) | 1 << bit
-    # A class never straddles a shard's edge, so its first token speaks for all.
+        masks[held.shard.tokens] = masks.get(held.shard.tokens, 0) | 1 << bit
+    # A class never crosses the edge of a shard, so its first token decides for all.
     return [
-        functools.reduce(or_, (mask for held, mask in holders.items() if tokens.first in held), 0)
+        functools.reduce(or_, (mask for held, mask in masks.items() if tokens.first in held), 0)
         for tokens in classes
     ]
 
 
-def _pick(side: list[_Held], mask: int) -> list[_Held]:
+def _pick(side: list[_RankShard], mask: int) -> list[_RankShard]:
     picked = []
     while mask:
         low = mask & -mask
@@ -178,12 +177,12 @@ def _pick(side: list[_Held], mask: int) -> list[_Held]:
 
 
 def token_classes(sets: Sequence[Tokens], group: str) -> list[Tokens]:
-    """Disjoint token sets such that each of ``sets`` is a union of some of them."""
+    """Return disjoint token sets such that each of ``sets`` is a union of some of them."""
     distinct = set(sets)
     period = math.lcm(*(tokens.step for tokens in distinct))
     edges = {0}
     for tokens in distinct:
-        # A first position below the step is just a residue, not an edge.
+        # A first position below the step is a residue, not an edge.
         edges |= {tokens.first} if tokens.first >= tokens.step else set()
         edges |= {tokens.end} if tokens.end is not None else set()
     if period * len(edges) > MAX_TOKEN_CLASSES:
@@ -204,15 +203,15 @@ def token_classes(sets: Sequence[Tokens], group: str) -> list[Tokens]:
 
 
 def _share(group: str, cell: _Cell, loads: Counter[int]) -> Iterator[Move]:
-    """Cut the takers' demands, laid end to end, into even parts for the holders.
+    """Return the moves of a cell: the line of the targets' demands, cut into parts for the sources.
 
-    ``loads`` is what each source has to carry of the group so far.
+    ``loads`` is what each source sends of the group so far. It is updated.
     """
     num_layers = len(cell.layers)
     begin = 0
     for held, share in zip(cell.sources, _shares(cell, loads), strict=True):
         end = begin + share
-        # Every token class of a group has the same step, so classes weigh the same.
+        # All token classes of a group have the same step, so they count the same.
         loads[held.rank] += share * len(cell.units)
         while begin < end:
             which, offset = divmod(begin, num_layers)
@@ -223,18 +222,20 @@ def _share(group: str, cell: _Cell, loads: Counter[int]) -> Iterator[Move]:
 
 
 def _shares(cell: _Cell, loads: Counter[int]) -> list[int]:
-    """How many layers of the line each holder gets, in the order of the holders."""
-    holders = range(len(cell.sources))
-    base, extra = divmod(len(cell.targets) * len(cell.layers), len(holders))
+    """Return how many layers of the line each source gets."""
+    sources = range(len(cell.sources))
+    base, extra = divmod(len(cell.targets) * len(cell.layers), len(sources))
     ranks = [held.rank for held in cell.sources]
-    lightest = sorted(holders, key=lambda i: (loads[ranks[i]], ranks[i]))[:extra] if extra else []
-    shares = [base] * len(holders)
+    lightest = sorted(sources, key=lambda i: (loads[ranks[i]], ranks[i]))[:extra] if extra else []
+    shares = [base] * len(sources)
     for index in lightest:
         shares[index] += 1
     return shares
 
 
-def _move(group: str, cell: _Cell, source: _Held, target: _Held, layers: tuple[int, ...]) -> Move:
+def _move(
+    group: str, cell: _Cell, source: _RankShard, target: _RankShard, layers: tuple[int, ...]
+) -> Move:
     return Move(
         group=group,
         source=source.rank,
@@ -251,7 +252,7 @@ def _move(group: str, cell: _Cell, source: _Held, target: _Held, layers: tuple[i
 
 
 def _merge(group: Group, moves: Iterable[Move]) -> list[Move]:
-    """Join blocks of one pair that other ranks' boundaries had cut apart."""
+    """Join moves of one pair that were cut at the boundaries of other ranks."""
     by_units = _join(
         moves,
         same=lambda m: (m.source, m.target, m.layers, m.tokens, m.target_unit - m.units.first),
@@ -276,7 +277,7 @@ def _join(
     joined: Callable[[Move, Move], Move],
     touching: Callable[[Move, Move], bool],
 ) -> list[Move]:
-    """Join neighbours along one axis that agree in everything else."""
+    """Join moves that touch along one axis and agree in everything else."""
     runs: dict[object, list[Move]] = {}
     for move in moves:
         runs.setdefault(same(move), []).append(move)
@@ -297,31 +298,31 @@ def _join(
 # ---------------------------------------------------------------- refusals
 
 
-def _demand_complete(group: Group, targets: list[_Held]) -> None:
-    """Refuse a target side that would decode without part of the cache.
+def _check_complete(group: Group, targets: list[_RankShard]) -> None:
+    """Refuse a target side that lacks part of the cache.
 
-    This is the cell machinery again, with the model itself as the only taker.
+    The targets are taken as sources here, with a single target that needs the whole model.
     """
     model = Shard(group.name, Span(0, group.layers[-1] + 1), Span(0, group.units))
-    for _ in _cells(group, targets, [_Held(0, model)], holders="decode"):
+    for _ in _cells(group, targets, [_RankShard(0, model)], role="decode"):
         pass
 
 
-def _demand_few(group: Group, num_cells: int) -> None:
-    """Refuse what would take minutes to plan, before it does."""
+def _check_num_cells(group: Group, num_cells: int) -> None:
+    """Refuse a group that would take minutes to plan."""
     if num_cells > MAX_CELLS:
         raise Refused.because(
             ReasonCode.TOO_LARGE,
-            f"group {group.name!r} would be planned in {num_cells} cells (limit {MAX_CELLS}); "
+            f"group {group.name!r} would have {num_cells} cells (limit {MAX_CELLS}); "
             f"use sizes that divide each other, or fewer ranks",
         )
 
 
 def _incomplete(
-    group: Group, layers: tuple[int, ...], units: Span, tokens: Tokens, holders: str
+    group: Group, layers: tuple[int, ...], units: Span, tokens: Tokens, role: str
 ) -> Refused:
     return Refused.because(
         ReasonCode.INCOMPLETE,
-        f"no {holders} rank holds group {group.name!r} layers {layers[0]}..{layers[-1]} "
-        f"units {units} tokens {tokens}; state an owner for it",
+        f"no {role} rank holds group {group.name!r} layers {layers[0]}..{layers[-1]} "
+        f"units {units} tokens {tokens}; give a rank that holds it",
     )

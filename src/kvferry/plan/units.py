@@ -1,4 +1,4 @@
-"""Quantities as a person reads them. For people only: nothing parses these back."""
+"""Bytes and seconds as text for people. Nothing parses the text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SECOND_STEPS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 
 def human_bytes(n: int) -> str:
-    """``n`` bytes with a binary unit and three significant digits: ``1.50 GiB``."""
+    """Return bytes with a binary unit and three significant digits: ``1.50 GiB``."""
     if abs(n) < 1024:
         return f"{n} B"
     if abs(n) > _MOST_BYTES:
@@ -21,14 +21,14 @@ def human_bytes(n: int) -> str:
     unit = "B"
     for step in _BYTE_STEPS:
         value, unit = value / 1024, step
-        # 1023.9 would be written "1024": let it become 1.00 of the next unit.
+        # 1023.9 would be rounded to "1024", so it becomes 1.00 of the next unit.
         if abs(value) < 1023.5:
             break
     return f"{_three_digits(value)} {unit}"
 
 
 def human_seconds(s: float) -> str:
-    """``s`` seconds with the unit that suits: ``1.50 ms``, ``12.0 µs``, ``3 min 20 s``."""
+    """Return seconds with a suitable unit: ``1.50 ms``, ``12.0 µs``, ``3 min 20 s``."""
     if math.isnan(s):
         return "unknown"
     if s == 0:
@@ -45,7 +45,7 @@ def human_seconds(s: float) -> str:
 
 
 def _three_digits(value: float) -> str:
-    """Three significant digits without an exponent; whole numbers above a thousand."""
+    """Return three significant digits without an exponent, or a whole number above a thousand."""
     magnitude = abs(value)
     if magnitude >= 99.95:
         return f"{value:.0f}"

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.plan.bind import Binding, Part
+from kvferry.plan.bind import Binding, BindingPart
 from kvferry.plan.coalesce import Pieces
 from kvferry.plan.places import Base, Int64s
 

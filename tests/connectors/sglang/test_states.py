@@ -13,7 +13,7 @@ from kvferry.connectors.sglang.geometry import layout_of, memory_of
 from kvferry.connectors.sglang.pools import Buffers, KvHeads, RankPosition, SglangCache
 from kvferry.connectors.sglang.states import StateBuffer, row_of, split_kinds, state_groups
 from kvferry.memory.copy.reference import copy_pieces
-from kvferry.plan.bind import RankPair, Side, bind
+from kvferry.plan.bind import PagedView, RankPair, bind
 from kvferry.plan.places import PageTable
 from kvferry.plan.prove import check
 from kvferry.plan.reshard import reshard
@@ -100,7 +100,9 @@ def carried(source: StateRank, target: StateRank, layouts: tuple[Layout, Layout]
         for row in (1, 2)
     ]
     pair = RankPair(source.rank, target.rank)
-    first, second = (Side(memory.map, table) for memory, table in zip(sides, tables, strict=True))
+    first, second = (
+        PagedView(memory.map, table) for memory, table in zip(sides, tables, strict=True)
+    )
     binding = bind(plan, pair, Request(4), first, second)
     views = [
         [array.reshape(-1).view(np.uint8) for array in rank.arrays] for rank in (source, target)

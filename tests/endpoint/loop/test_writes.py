@@ -20,7 +20,7 @@ from kvferry.endpoint.poll_backoff import FRACTION, MAX_SLEEP_S, MIN_SLEEP_S
 from kvferry.errors import InputError
 from kvferry.ids import Op
 from kvferry.memory.page_tables import PageTableValidator
-from kvferry.plan.bind import Binding, Size
+from kvferry.plan.bind import Binding, BindingSize
 from kvferry.plan.choose import TransferMode
 from kvferry.plan.places import contiguous_pools
 from kvferry.protocol.events import Event, SendFailed, Sent, Write, WriteFate
@@ -122,7 +122,7 @@ def test_a_write_with_wrong_pages_fails_without_being_started() -> None:
 def test_the_loop_makes_small_writes_of_few_pieces(
     num_bytes: int, num_pieces: int, small: bool
 ) -> None:
-    binding: Any = SimpleNamespace(size=Size(num_bytes, num_pieces))
+    binding: Any = SimpleNamespace(size=BindingSize(num_bytes, num_pieces))
     job = direct(1, binding)
     assert job.is_small() == small
     assert (job.num_bytes, job.num_pieces) == (num_bytes, num_pieces)

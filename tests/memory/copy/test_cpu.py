@@ -1,4 +1,4 @@
-"""The fast copy on the CPU against the plain one: bit for bit, and not a byte beside it."""
+"""Tests of the CPU copy against the reference copy, with guard bytes around each region."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvferry.layout import DType, Layout, Order, Parallel, attention
 from kvferry.memory.copy.cpu import copy_binding, warm_up
 from kvferry.memory.copy.reference import copy_pieces
 from kvferry.plan import Binding, Plan, RankPair, Request, StagingView, bind, reshard
-from kvferry.plan.bind import Part
+from kvferry.plan.bind import BindingPart
 from kvferry.plan.coalesce import Pieces, Stride
 from kvferry.plan.places import Base
 from kvferry.testing.strategies import MAX_TOKENS, pairs
@@ -35,7 +35,7 @@ LINE = 64
 
 
 class Guarded:
-    """A copy of some bytes at a chosen place in a line, with guard bytes around it."""
+    """A copy of some bytes at a given offset in a cache line, with guard bytes around it."""
 
     def __init__(self, content: Bytes, shift: int, guard: int) -> None:
         self._whole = np.full(len(content) + 2 * GUARD_BYTES + 2 * LINE, guard, dtype=np.uint8)
@@ -51,7 +51,7 @@ class Guarded:
 
 
 class Way(NamedTuple):
-    """How to copy: where in a line either side begins, and whether the cache is kept."""
+    """How to copy: offsets of both sides in a cache line, and ``keep``."""
 
     source_shift: int
     target_shift: int
@@ -66,7 +66,7 @@ def ways() -> st.SearchStrategy[Way]:
 def assert_copies(
     binding: Binding, sources: list[Bytes], targets: list[Bytes], way: Way
 ) -> list[Bytes]:
-    """Copy guarded twins of the regions; what the targets are afterwards."""
+    """Copy guarded copies of the regions, and return the targets."""
     ours = [Guarded(region, way.source_shift, 0x5A) for region in sources]
     theirs = [Guarded(region, way.target_shift, GUARD) for region in targets]
     wanted = [region.copy() for region in targets]
@@ -82,7 +82,7 @@ def assert_copies(
 
 
 def move(plan: Plan, request: Request, source: Rank, target: Rank, way: Way, staged: bool) -> Rank:
-    """Carry what one rank owes another; the target as it is afterwards."""
+    """Copy what one rank sends another, and return the target."""
     pair = RankPair(source.rank, target.rank)
     if not staged:
         direct = bind(plan, pair, request, source.side, target.side)
@@ -119,7 +119,7 @@ def test_any_layout_to_any_layout(
 
 
 def layouts(dtype: DType, head_dim: int, order: Order) -> st.SearchStrategy[Layout]:
-    """Real widths: what a piece of a real model is made of."""
+    """Layouts with the element widths of real models."""
     spec = attention(layers=2, kv_heads=4, head_dim=head_dim, v_head_dim=head_dim + 1, dtype=dtype)
     return st.builds(
         lambda tp, page: Layout(spec, Parallel(tp=tp), page_tokens=page, order=order),
@@ -153,14 +153,14 @@ Segment = tuple[int, int, int]
 
 
 def grid(at: list[Stride], segments: list[Segment], row: Stride, col: Stride) -> Pieces:
-    """Pieces from segments of (length, rows, cols)."""
+    """Return pieces from segments of (length, rows, cols)."""
     table = np.array([(*place, *segment) for place, segment in zip(at, segments, strict=True)])
     source, target, lengths, rows, cols = table.reshape(-1, 5).astype(np.int64).T.copy()
     return Pieces(source, target, lengths, rows, cols, row, col, whole_pages=False)
 
 
 class Spacing(NamedTuple):
-    """How one side keeps a segment's pieces: by rows or by columns, with gaps between."""
+    """How one side stores a segment's pieces: by rows or by columns, with gaps."""
 
     by_cols: bool = False
     gap: int = 0
@@ -174,8 +174,8 @@ class Spacing(NamedTuple):
         return row, col, rows * cols * inner + (rows + cols) * self.gap
 
 
-def part(segments: list[Segment], source: Spacing, target: Spacing, num_layers: int) -> Part:
-    """Segments in order in the target, and in reverse order in the source."""
+def part(segments: list[Segment], source: Spacing, target: Spacing, num_layers: int) -> BindingPart:
+    """Return a part with segments in order in the target, and reversed in the source."""
     row, col, step = (
         Stride(*ours) for ours in zip(*[s.strides(segments) for s in (source, target)], strict=True)
     )
@@ -185,7 +185,7 @@ def part(segments: list[Segment], source: Spacing, target: Spacing, num_layers: 
         tuple(Base(layer, 0, layer * len(segments) * num_bytes) for layer in range(num_layers))
         for num_bytes in step
     ]
-    return Part("kv", "k", bases[0], bases[1], grid(at, segments, row, col))
+    return BindingPart("kv", "k", bases[0], bases[1], grid(at, segments, row, col))
 
 
 def region_bytes(segments: list[Segment], spacing: Spacing, num_layers: int) -> int:
@@ -193,7 +193,7 @@ def region_bytes(segments: list[Segment], spacing: Spacing, num_layers: int) -> 
 
 
 def lengths() -> st.SearchStrategy[int]:
-    """Around every size at which the copy changes its ways."""
+    """Lengths around every size at which the copy changes its method."""
     edges = [0, 1, 15, 64, 128, 256, 512, 1024, 1152, 4096, 4352, 8192, 10000]
     return st.sampled_from(edges).flatmap(lambda n: st.integers(max(0, n - 1), n + 1)) | (
         st.sampled_from(edges)
@@ -245,7 +245,7 @@ def test_several_regions_and_nothing_to_do() -> None:
 
 
 def test_offsets_are_64_bit() -> None:
-    """Pages beyond 4 GiB into a region that is mostly not there."""
+    """Pages beyond 4 GiB of a region that is mostly not backed by memory."""
     far = (5 << 30) - 8192
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     with mmap.mmap(-1, 5 << 30, flags=flags) as memory:
@@ -255,7 +255,7 @@ def test_offsets_are_64_bit() -> None:
         for source, target in ((far, 1 << 32), (1 << 32, far + 4096)):
             bases = (Base(0, 0, source),), (Base(0, 0, target),)
             copy_binding(
-                Binding((Part("kv", "k", *bases, one.pieces),)), *[[region.ctypes.data]] * 2
+                Binding((BindingPart("kv", "k", *bases, one.pieces),)), *[[region.ctypes.data]] * 2
             )
         assert (region[far + 4096 : far + 4096 + 512] == 7).all()
         assert not region[far + 4096 + 512 :].any()
@@ -265,22 +265,22 @@ def test_offsets_are_64_bit() -> None:
 @pytest.mark.parametrize("segment", [(-1, 1, 1), (1, -1, 1), (1, 1, -1)])
 def test_negative_numbers_are_refused_and_nothing_is_copied(segment: Segment) -> None:
     pieces = grid([Stride(0, 0)], [segment], Stride(1, 1), Stride(1, 1))
-    one = Part("kv", "k", (Base(0, 0, 0),), (Base(0, 0, 0),), pieces)
+    one = BindingPart("kv", "k", (Base(0, 0, 0),), (Base(0, 0, 0),), pieces)
     source, target = np.ones(8, dtype=np.uint8), np.zeros(8, dtype=np.uint8)
     with pytest.raises(InputError, match=r"kv\.k has a negative"):
         copy_binding(Binding((one,)), [source.ctypes.data], [target.ctypes.data])
     assert not target.any()
 
 
-# ---------------------------------------------------------------- as part of a program
+# ---------------------------------------------------------------- threads and processes
 
 
 def test_other_threads_run_while_it_copies() -> None:
-    """One long call: the same piece a great many times."""
+    """A long call that copies the same piece many times releases the GIL."""
     warm_up()
     source, target = np.ones(1 << 16, dtype=np.uint8), np.zeros(1 << 16, dtype=np.uint8)
     pieces = grid([Stride(0, 0)], [(1 << 16, 120_000, 1)], Stride(0, 0), Stride(0, 0))
-    one = Part("kv", "k", (Base(0, 0, 0),), (Base(0, 0, 0),), pieces)
+    one = BindingPart("kv", "k", (Base(0, 0, 0),), (Base(0, 0, 0),), pieces)
     addresses = [source.ctypes.data], [target.ctypes.data]
     spans: list[float] = []
 
@@ -303,12 +303,12 @@ def test_other_threads_run_while_it_copies() -> None:
 CHECK = """
 import numpy as np
 from kvferry.memory.copy.cpu import copy_binding, warm_up
-from kvferry.plan import PageTable, RankPair, Request, Side, StagingView, bind
+from kvferry.plan import PageTable, RankPair, Request, PagedView, StagingView, bind
 from kvferry.plan import contiguous_pools, reshard
 from kvferry.layout import Layout, attention
 layout = Layout(attention(layers=1, kv_heads=1, head_dim=128))
 pools = contiguous_pools(layout, 0, 2)
-side = Side(pools.map, {"kv": PageTable([1])})
+side = PagedView(pools.map, {"kv": PageTable([1])})
 binding = bind(reshard(layout, layout), RankPair(0, 0), Request(16), side, StagingView())
 source = [np.arange(size, dtype=np.uint8) for size in pools.region_bytes]
 slot = np.zeros(binding.num_bytes, dtype=np.uint8)
@@ -337,7 +337,7 @@ def finish(process: subprocess.Popen[str]) -> None:
 
 @pytest.fixture
 def unwritable(tmp_path: Path) -> Path:
-    """The package where numba can't keep its code beside it (also not as root)."""
+    """Return a package folder in which numba cannot write its cache, even as root."""
     shutil.copytree(
         Path(__file__).parents[3] / "src",
         tmp_path / "src",
@@ -347,7 +347,7 @@ def unwritable(tmp_path: Path) -> Path:
     return tmp_path / "src"
 
 
-def test_processes_that_compile_at_once_share_one_cache(unwritable: Path, tmp_path: Path) -> None:
+def test_processes_that_compile_at_once_share_a_cache(unwritable: Path, tmp_path: Path) -> None:
     caches = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HOME": str(tmp_path / "home")}
     for process in [start(unwritable, **caches) for _ in range(2)]:
         finish(process)
@@ -358,14 +358,14 @@ def test_processes_that_compile_at_once_share_one_cache(unwritable: Path, tmp_pa
     assert code[0].stat().st_mtime_ns == written, "it was found and not compiled again"
 
 
-def test_it_copies_where_nothing_can_be_cached(unwritable: Path, tmp_path: Path) -> None:
+def test_copy_works_without_a_cache_folder(unwritable: Path, tmp_path: Path) -> None:
     blocked = tmp_path / "blocked"
     blocked.write_text("in the way")
     finish(start(unwritable, XDG_CACHE_HOME=str(blocked), HOME=str(blocked)))
     assert not list(tmp_path.rglob("*.nbc"))
 
 
-def test_importing_it_does_not_import_numba() -> None:
+def test_import_does_not_import_numba() -> None:
     code = "import sys, kvferry.memory.copy.cpu; print({'numba', 'llvmlite'} & set(sys.modules))"
     command = [sys.executable, "-c", code]
     told = subprocess.run(command, capture_output=True, check=False, timeout=BOUND_S)

@@ -1,4 +1,4 @@
-"""The GPU copier against the reference, byte for byte, and that it never waits."""
+"""Tests that the GPU copier copies as the reference does, and that it never waits."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from kvferry.memory.copy.reference import copy_pieces
 from kvferry.plan import (
     Base,
     Binding,
+    PagedView,
     PageTable,
     Placement,
     Plan,
     PoolMap,
     RankPair,
     Request,
-    Side,
     StagingView,
     bind,
     check,
     reshard,
 )
-from kvferry.plan.bind import Part
+from kvferry.plan.bind import BindingPart
 from kvferry.plan.coalesce import Pieces, Stride
 from kvferry.regions import Device
 
@@ -41,13 +41,13 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from kvferry.memory.copy.gpu import MAX_DRAFTS, GpuCopier, GpuCopy
+from kvferry.memory.copy.gpu import MAX_PREBOUND, GpuCopier, GpuCopy
 
 pytestmark = pytest.mark.gpu
 
 MARK = 0xEE
 NO_STRIDE = Stride(0, 0)
-# A tenth of a second of waiting on the GPU, in cycles of its clock.
+# A tenth of a second in cycles of the GPU's clock.
 A_WHILE = 200_000_000
 
 
@@ -57,7 +57,7 @@ def copier() -> GpuCopier:
 
 
 def on_gpu(region: Bytes, shift: int = 0) -> torch.Tensor:
-    """The bytes in GPU memory, ``shift`` bytes off an aligned address."""
+    """Return the bytes in GPU memory, ``shift`` bytes after an aligned address."""
     memory = torch.empty(len(region) + shift, dtype=torch.uint8, device="cuda")
     memory[shift:] = torch.from_numpy(region)
     return memory[shift:]
@@ -68,7 +68,7 @@ def addresses(regions: list[torch.Tensor]) -> tuple[int, ...]:
 
 
 class Moving:
-    """A request that goes from one side to the other through slots, all in GPU memory."""
+    """A request that is copied from one side to the other through slots, all in GPU memory."""
 
     def __init__(self, plan: Plan, request: Request, seed: int, shift: int = 0) -> None:
         check(plan)
@@ -227,7 +227,7 @@ def test_merged_runs_of_very_different_lengths(copier: GpuCopier) -> None:
 
 
 def test_offsets_beyond_four_gib(copier: GpuCopier) -> None:
-    """Pages and layers of a pool that is far larger than 32 bits can address."""
+    """Pages and layers of a pool that is too large for 32-bit addresses."""
     spec, gib = attention(layers=2, kv_heads=2, head_dim=128), 1 << 30
     layout = Layout(spec, page_tokens=64)
     page = 64 * 2 * 256
@@ -240,7 +240,7 @@ def test_offsets_beyond_four_gib(copier: GpuCopier) -> None:
     )  # fmt: skip
     pool = torch.randint(-(2**62), 2**62, (5 * gib // 8,), device="cuda").view(torch.uint8)
     pages = np.array([num_pages - 1, 0, num_pages // 2, 1, num_pages - 2, 77])
-    side = Side(PoolMap(placements), {"kv": PageTable(pages)})
+    side = PagedView(PoolMap(placements), {"kv": PageTable(pages)})
     plan, request = reshard(layout, layout), Request(64 * len(pages))
     gather = bind(plan, RankPair(0, 0), request, side, StagingView())
     slot = torch.empty(gather.num_bytes, dtype=torch.uint8, device="cuda")
@@ -259,7 +259,7 @@ def test_offsets_beyond_four_gib(copier: GpuCopier) -> None:
 
 
 def test_tensors_with_the_same_pieces(copier: GpuCopier) -> None:
-    """K and V that lie alike: one part with twice the layers, and bytes as from two."""
+    """K and V with the same pieces are one part with twice the layers."""
     _, (job, _), (slot, _) = _one_page()
     first, second = job.binding.parts
     shared = Binding((first, second._replace(pieces=first.pieces)))
@@ -272,7 +272,7 @@ def test_tensors_with_the_same_pieces(copier: GpuCopier) -> None:
 
 
 def test_a_large_job_and_small_ones(copier: GpuCopier) -> None:
-    """The first is queued by itself; the event is still that of all of them."""
+    """The first is queued by itself, but the event is for all jobs."""
     sizes, one = (LARGE_BYTES + 4096, 4096, 40), np.ones(1, dtype=np.int64)
     base = (Base(0, 0, 0),)
     source = [torch.randint(0, 256, (n,), dtype=torch.uint8, device="cuda") for n in sizes]
@@ -281,7 +281,7 @@ def test_a_large_job_and_small_ones(copier: GpuCopier) -> None:
     jobs = []
     for size, ours, theirs in zip(sizes, source, target, strict=True):
         pieces = Pieces(0 * one, 0 * one, size * one, one, one, NO_STRIDE, NO_STRIDE, False)
-        part = Part("kv", "k", base, base, pieces)
+        part = BindingPart("kv", "k", base, base, pieces)
         jobs.append(GpuCopy(Binding((part,)), (ours.data_ptr(),), (theirs.data_ptr(),)))
     copier.copy(jobs).synchronize()
     for ours, theirs in zip(source, target, strict=True):
@@ -297,7 +297,7 @@ def _one_page(tokens: int = 64) -> tuple[Moving, list[GpuCopy], list[torch.Tenso
     return moving, jobs, slots
 
 
-def test_it_starts_after_the_event_and_never_waits(copier: GpuCopier) -> None:
+def test_copy_starts_after_the_event_and_never_waits(copier: GpuCopier) -> None:
     copier.warm_up()
     moving, jobs, slots = _one_page()
     right = [region.clone() for region in moving.held[0]]
@@ -318,7 +318,7 @@ def test_it_starts_after_the_event_and_never_waits(copier: GpuCopier) -> None:
         np.testing.assert_array_equal(slot.cpu().numpy(), moving._reference_slot(pair))
 
 
-def test_many_calls_under_way_keep_their_tables_apart(copier: GpuCopier) -> None:
+def test_calls_in_flight_have_separate_tables(copier: GpuCopier) -> None:
     copier.warm_up()
     cases = [_one_page(tokens) for tokens in range(1, 65)]
     held_up = torch.cuda.Event()
@@ -336,7 +336,7 @@ def test_many_calls_under_way_keep_their_tables_apart(copier: GpuCopier) -> None
 
 
 def _scattered(tokens: int = 64) -> tuple[Moving, GpuCopy]:
-    """What a target has to scatter: a slot that is filled with what it is to get."""
+    """Return a scatter job whose slot has the bytes of the request."""
     spec = attention(layers=2, kv_heads=4, head_dim=128)
     moving = Moving(plan_of(spec, (1, 1), (16, 16), ORDERS[0]), Request(tokens), seed=tokens)
     slot = on_gpu(moving._reference_slot(RankPair(0, 0)))
@@ -346,8 +346,8 @@ def _scattered(tokens: int = 64) -> tuple[Moving, GpuCopy]:
 
 
 @pytest.mark.parametrize("shift", [0, 4096, 8])
-def test_what_was_foreseen_is_copied_from_where_it_has_come(copier: GpuCopier, shift: int) -> None:
-    """Also from where the table can't simply be moved to, and although the guess is rubbish."""
+def test_prebound_copy_uses_the_actual_source(copier: GpuCopier, shift: int) -> None:
+    """It does so even if the table cannot be moved, and if the expected address is invalid."""
     moving, job = _scattered()
     guess = job._replace(sources=(job.sources[0] - shift,))
     copier.prebind(guess)
@@ -356,8 +356,8 @@ def test_what_was_foreseen_is_copied_from_where_it_has_come(copier: GpuCopier, s
     moving.assert_arrived()
 
 
-def test_what_was_foreseen_may_come_with_others_or_never(copier: GpuCopier) -> None:
-    cases = [_scattered(tokens) for tokens in range(1, MAX_DRAFTS + 9)]
+def test_prebound_copy_may_come_with_others_or_never(copier: GpuCopier) -> None:
+    cases = [_scattered(tokens) for tokens in range(1, MAX_PREBOUND + 9)]
     for _, job in cases:
         copier.prebind(job)
     for moving, job in cases[:3]:
@@ -372,7 +372,7 @@ def test_what_was_foreseen_may_come_with_others_or_never(copier: GpuCopier) -> N
     again.assert_arrived()
 
 
-def test_any_thread_may_own_a_copier() -> None:
+def test_copier_may_be_made_on_any_thread() -> None:
     moving, jobs, slots = _one_page()
 
     def own() -> None:
@@ -388,7 +388,7 @@ def test_any_thread_may_own_a_copier() -> None:
         np.testing.assert_array_equal(slot.cpu().numpy(), moving._reference_slot(pair))
 
 
-def test_a_copier_can_be_handed_to_a_fresh_thread(copier: GpuCopier) -> None:
+def test_copier_may_be_passed_to_another_thread(copier: GpuCopier) -> None:
     moving, jobs, slots = _one_page()
     thread = threading.Thread(target=lambda: copier.copy(jobs).synchronize())
     thread.start()
@@ -397,7 +397,7 @@ def test_a_copier_can_be_handed_to_a_fresh_thread(copier: GpuCopier) -> None:
     np.testing.assert_array_equal(slots[0].cpu().numpy(), moving._reference_slot(RankPair(0, 0)))
 
 
-def test_nothing_to_copy_is_done_at_once(copier: GpuCopier) -> None:
+def test_empty_copy_is_done_at_once(copier: GpuCopier) -> None:
     done = copier.copy([])
     done.synchronize()
     assert done.query()

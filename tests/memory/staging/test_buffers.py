@@ -1,4 +1,4 @@
-"""Staging memory: aligned, zeroed, and alive as long as somebody holds it."""
+"""Tests that staging memory is aligned, zeroed, and kept alive by its owner."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def test_the_owner_keeps_the_memory() -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [0, -1])
-def test_no_memory_is_refused(num_bytes: int) -> None:
+def test_empty_buffer_is_refused(num_bytes: int) -> None:
     with pytest.raises(InputError, match="1 byte or more"):
         allocate(num_bytes)
 
 
-def test_a_gpu_that_is_not_there_is_refused_in_one_sentence() -> None:
+def test_missing_gpu_is_refused() -> None:
     with pytest.raises(InputError, match=r"no cuda:99 on this machine|needs torch"):
         allocate(4096, Device("cuda", 99))
 

@@ -1,4 +1,4 @@
-"""How a budget is cut into slots, and which budgets are refused."""
+"""Tests of how a budget is cut into slots, and of refused budgets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_default_stays_within_64_mib() -> None:
     assert pool.num_bytes == DEFAULT_BUDGET_BYTES == 64 * MIB
 
 
-def test_slots_follow_each_other() -> None:
+def test_slots_are_contiguous() -> None:
     pool = SlotPool(8192, 3)
     assert [pool.offset(slot) for slot in range(3)] == [0, 8192, 16384]
     assert pool.num_bytes == 24576
@@ -39,7 +39,7 @@ def test_a_small_budget_is_still_cut_into_enough_slots() -> None:
 
 
 @pytest.mark.parametrize(("budget_mib", "slot_mib"), [(60, 20), (768, 256), (4096, 256)])
-def test_a_gpus_slots_grow_with_the_budget(budget_mib: int, slot_mib: int) -> None:
+def test_gpu_slots_grow_with_the_budget(budget_mib: int, slot_mib: int) -> None:
     pool = slots_for(4096, budget_bytes=budget_mib * MIB, rule=GPU_SLOTS)
     assert pool == SlotPool(slot_mib * MIB, budget_mib // slot_mib)
 
@@ -49,11 +49,11 @@ def test_a_large_unit_makes_the_slots_larger() -> None:
     assert slots_for(20 * MIB + 1).slot_bytes == 20 * MIB + PAGE_BYTES
 
 
-def test_no_more_slots_than_can_be_used() -> None:
+def test_number_of_slots_is_limited() -> None:
     assert slots_for(4096, most_slots=4) == SlotPool(16 * MIB, 4)
 
 
-def test_a_peer_can_be_told_of_the_largest_pool_and_of_none_larger() -> None:
+def test_largest_pool_fits_in_a_message() -> None:
     budget_bytes = (MAX_SLOTS + 1) * PAGE_BYTES
     pool = slots_for(1, budget_bytes=budget_bytes, slot_bytes=PAGE_BYTES)
     told = msgspec.msgpack.encode(Staging(*pool))
@@ -90,7 +90,7 @@ def test_a_pool_of_no_slots_is_refused() -> None:
     st.none() | st.integers(1, 1 << 30),
     st.integers(1, 64),
 )
-def test_whatever_is_granted_fits(unit: int, budget: int, slot: int | None, most: int) -> None:
+def test_slots_fit_the_budget(unit: int, budget: int, slot: int | None, most: int) -> None:
     try:
         pool = slots_for(unit, budget_bytes=budget, slot_bytes=slot, most_slots=most)
     except InputError:

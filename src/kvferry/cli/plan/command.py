@@ -17,8 +17,8 @@ from kvferry.plan import PRESETS, LinkCost, Request, TransferMode, check, estima
 from kvferry.plan.layers import layers_for
 from kvferry.plan.pictures import as_html, as_svg
 
-# LinkCost that may be set behind a link's name, and the value of 1 of their unit.
-LINK_KEYS = {
+# Fields of LinkCost that --cost-model may override, with the unit of each.
+COST_KEYS = {
     "descriptor_us": ("descriptor_s", 1e-6),
     "gb_per_s": ("bytes_per_s", 1e9),
     "copy_gb_per_s": ("copy_bytes_per_s", 1e9),
@@ -27,7 +27,7 @@ LINK_KEYS = {
 EXAMPLE = """example:
   kvferry plan --prefill tp=4 --decode tp=1,dp=4,page=16 \\
       --layers 64 --kv-heads 8 --head-dim 128 --dtype bfloat16 --tokens 8192
-  kvferry plan --prefill tp=4,pp=2 --decode tp=8,prefix=1000 --model mode/to/config.json \\
+  kvferry plan --prefill tp=4,pp=2 --decode tp=8,prefix=1000 --model path/to/config.json \\
       --html plan.html
   kvferry plan --prefill tp=4 --decode tp=8 --layers 80 --kv-heads 8 --head-dim 128 \\
       --tokens 4096 --cost-model rdma-400g --layer-ms 2.5
@@ -36,9 +36,9 @@ side keys: tp, pp, cp (token interleaving), dp (replicas), page (tokens), order 
 stages (layers of each pipeline stage, as in stages=10+22), dtype (of that side's cache),
 and for decode also prefix (tokens already cached there).
 
-modes: runs (a descriptor for each page, neighbouring pages merged; open only where a full page
-is one piece on both sides), slices (one for each contiguous piece), staged (gathered into slots).
-In --json each mode has "pieces", also one that is not open; then "open" is false.
+modes: runs (a descriptor for each run of adjacent pages; open only if a full page is one piece on
+both sides), slices (one for each contiguous piece), staged (gathered into slots).
+In --json each mode has "pieces", even if it is not open; then "open" is false.
 """
 
 
@@ -55,25 +55,25 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
         "--cost-model",
         default="nixl-host",
         metavar="NAME",
-        help=f"constants of the transport: {', '.join(PRESETS)}; any may be overridden, "
+        help=f"costs of the transport: {', '.join(PRESETS)}; any may be overridden, "
         f"as in nixl-host,gb_per_s=46,copy_gb_per_s=1700,descriptor_us=1",
     )
     parser.add_argument(
         "--mode",
         choices=["auto", *(mode.value for mode in TransferMode)],
         default="auto",
-        help="force a mode",
+        help="force a transfer mode",
     )
     parser.add_argument(
         "--pages",
         choices=["scattered", "neighbours"],
         default="scattered",
-        help="whether a request's pages lie apart (a busy server) or side by side",
+        help="whether a request's pages are apart (a busy server) or adjacent",
     )
     parser.add_argument(
         "--layer-ms",
         metavar="MS",
-        help="what one layer of these tokens takes to compute: whether to push layer by layer",
+        help="time to compute one layer of these tokens: advise how many layers to push at a time",
     )
     parser.add_argument("--all", action="store_true", help="show every move, however many")
     parser.add_argument("--svg", metavar="FILE", help="write a picture")
@@ -83,11 +83,11 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, prove, print."""
+    """Make, check and print a plan."""
     prefill = read_side(args.prefill, "--prefill")
     decode = read_side(args.decode, "--decode", extra={"prefix": whole("prefix", least=0)})
     request = Request(whole("--tokens", least=0)(args.tokens), decode.prefix)
-    link_cost = read_link(args.cost_model)
+    link_cost = read_cost_model(args.cost_model)
     layer_ms = None if args.layer_ms is None else number("--layer-ms", 0, 1e6)(args.layer_ms)
     pictures = [
         (name, draw)
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         plan = reshard(*sides)
     except Refused as refused:
-        print_refusal(refused.reasons, heading="These two do not fit:", as_json=args.json)
+        print_refusal(refused.reasons, heading="The two sides do not fit:", as_json=args.json)
         return EXIT_REFUSED
     check(plan)
     costs = estimate(
@@ -117,19 +117,20 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_document(as_document(plan, request, costs, advice))
     else:
-        print_plan(plan, request, costs, link=args.cost_model, show_all=args.all)
-        print_advice(advice)
+        print_plan(plan, request, costs, cost_model=args.cost_model, show_all=args.all)
+        if advice is not None:
+            print_advice(advice)
         for name, _ in pictures:
             print(f"picture: {name}")
     return 0
 
 
-def read_link(text: str) -> LinkCost:
-    """Return a preset by name, with any of its constants overridden."""
+def read_cost_model(text: str) -> LinkCost:
+    """Return a preset by name, with any of its costs overridden."""
     name, _, rest = text.partition(",")
     if name not in PRESETS:
-        raise InputError(f"no constants for the link {show(name)}; use one of {', '.join(PRESETS)}")
-    readers = {key: number(key, 1e-6, 1e6) for key in LINK_KEYS}
+        raise InputError(f"no cost model {show(name)}; use one of {', '.join(PRESETS)}")
+    readers = {key: number(key, 1e-6, 1e6) for key in COST_KEYS}
     values = fields(rest, readers, "--cost-model")
-    overridden = {LINK_KEYS[key][0]: value * LINK_KEYS[key][1] for key, value in values.items()}
+    overridden = {COST_KEYS[key][0]: value * COST_KEYS[key][1] for key, value in values.items()}
     return replace(PRESETS[name], **overridden)

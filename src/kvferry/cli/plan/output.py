@@ -13,14 +13,15 @@ from kvferry.plan.describe import MOVE_COLUMNS, move_cells, spec_lines, tokens_t
 from kvferry.plan.layers import LayersPerPush
 from kvferry.plan.units import human_bytes, human_seconds
 
-# What fits on a screen. Everything is in --all, --json and --html.
+# Rows that fit on a screen. --all and --json show all moves.
 MAX_ROWS = 40
 
 
 def as_document(
     plan: Plan, request: Request, costs: Estimate, advice: LayersPerPush | None = None
 ) -> dict[str, Any]:
-    """The JSON document of a plan that fits."""
+    """Return the JSON document of a plan."""
+    num_bytes = plan.payload_bytes(request)
     layers = {} if advice is None else {"layers_per_push": advice._asdict()}
     return layers | {
         "compatible": True,
@@ -30,9 +31,9 @@ def as_document(
         "decode": str(plan.target),
         "tokens": request.num_tokens,
         "prefix": request.prefix,
-        "bytes": plan.payload_bytes(request),
+        "bytes": num_bytes,
         "moves": _moves(plan, request, costs),
-        "modes": {mode: _path(plan, request, costs, mode) for mode in TransferMode},
+        "modes": {mode: _mode(costs, mode, num_bytes) for mode in TransferMode},
         "chosen": costs.chosen,
         "predicted_s": costs.predicted_s(),
     }
@@ -41,28 +42,29 @@ def as_document(
 def _moves(plan: Plan, request: Request, costs: Estimate) -> list[dict[str, Any]]:
     rows = []
     for one in costs.moves:
-        move, tokens = one.move, plan.tokens_of(one.move, request)
-        row: dict[str, Any] = msgspec.to_builtins(move)
+        tokens = plan.tokens_of(one.move, request)
+        row: dict[str, Any] = msgspec.to_builtins(one.move)
         row["tokens"] = [tokens.first, tokens.end, tokens.step]
-        num_bytes = plan.bytes_of(move, request)
-        row |= {"bytes": num_bytes, "pieces": one.shape.slices, "mode": one.choice.mode}
-        rows.append(row)
+        row["bytes"] = plan.bytes_of(one.move, request)
+        rows.append(row | {"pieces": one.shape.slices, "mode": one.choice.mode})
     return rows
 
 
-def _path(plan: Plan, request: Request, costs: Estimate, mode: TransferMode) -> dict[str, Any]:
+def _mode(costs: Estimate, mode: TransferMode, num_bytes: int) -> dict[str, Any]:
     is_open = costs.is_open(mode)
     return {
         "pieces": costs.pieces(mode),
-        "bytes": plan.payload_bytes(request),
+        "bytes": num_bytes,
         "chosen_bytes": costs.carried(mode),
         "open": is_open,
         "predicted_s": costs.predicted_s(mode) if is_open else None,
     }
 
 
-def print_plan(plan: Plan, request: Request, costs: Estimate, *, link: str, show_all: bool) -> None:
-    """Who sends what to whom, and what each mode would cost."""
+def print_plan(
+    plan: Plan, request: Request, costs: Estimate, *, cost_model: str, show_all: bool
+) -> None:
+    """Print who sends what to whom, and the predicted cost of each mode."""
     console = new_console()
     console.print(f"[bold]{plan.source}  →  {plan.target}[/]")
     for line in spec_lines(plan.spec):
@@ -71,36 +73,31 @@ def print_plan(plan: Plan, request: Request, costs: Estimate, *, link: str, show
     total = human_bytes(costs.num_bytes)
     console.print(f"  {request.num_tokens} tokens{cached}: [bold]{total}[/] to move")
     if not costs.moves:
-        console.print("Nothing travels but the closing message.")
+        console.print("Nothing to move: only the Close message is sent.")
         return
     console.print()
     console.print(_move_table(plan, request, costs, show_all))
-    hidden = 0 if show_all else max(0, len(costs.moves) - MAX_ROWS)
-    if hidden:
+    hidden = len(costs.moves) - MAX_ROWS
+    if hidden > 0 and not show_all:
         console.print(f"… and {hidden} more moves (--all shows them)")
     console.print()
-    console.print(_path_table(costs))
+    console.print(_mode_table(costs))
     console.print()
     console.print(
-        f"predicted {human_seconds(costs.predicted_s())} with the constants of {link}; "
-        f"plan {plan.digest[:12]}, proven: every unit arrives exactly once",
+        f"predicted {human_seconds(costs.predicted_s())} with the costs of {cost_model}; "
+        f"plan {plan.digest[:12]}, checked: every unit arrives exactly once",
         soft_wrap=True,
     )
 
 
-def print_advice(advice: LayersPerPush | None) -> None:
-    """Whether to push layer by layer, and why, where the time of a layer was given."""
-    if advice is not None:
-        text = f"layers per push: [bold]{advice.layers}[/], because {advice.reason}"
-        new_console().print(text, soft_wrap=True)
+def print_advice(advice: LayersPerPush) -> None:
+    """Print how many layers to push at a time, and why."""
+    text = f"layers per push: [bold]{advice.layers}[/], because {advice.reason}"
+    new_console().print(text, soft_wrap=True)
 
 
 def _move_table(plan: Plan, request: Request, costs: Estimate, show_all: bool) -> Table:
-    table = _table()
-    for column in (*MOVE_COLUMNS, "tokens"):
-        table.add_column(column)
-    for column in ("bytes", "pieces", "mode", "predicted"):
-        table.add_column(column, justify="left" if column == "mode" else "right")
+    table = _table((*MOVE_COLUMNS, "tokens", "bytes", "pieces", "mode", "predicted"))
     for one in costs.moves if show_all else costs.moves[:MAX_ROWS]:
         table.add_row(
             *move_cells(plan, one.move),
@@ -113,11 +110,8 @@ def _move_table(plan: Plan, request: Request, costs: Estimate, show_all: bool) -
     return table
 
 
-def _path_table(costs: Estimate) -> Table:
-    table = _table()
-    table.add_column("mode")
-    for column in ("pieces", "predicted", "carries"):
-        table.add_column(column, justify="right")
+def _mode_table(costs: Estimate) -> Table:
+    table = _table(("mode", "pieces", "predicted", "carries"))
     for mode in TransferMode:
         is_open, carried = costs.is_open(mode), costs.carried(mode)
         table.add_row(
@@ -129,5 +123,9 @@ def _path_table(costs: Estimate) -> Table:
     return table
 
 
-def _table() -> Table:
-    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+def _table(columns: tuple[str, ...]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        numeric = column in ("bytes", "pieces", "predicted", "carries")
+        table.add_column(column, justify="right" if numeric else "left")
+    return table

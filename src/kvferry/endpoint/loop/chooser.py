@@ -17,8 +17,8 @@ from kvferry.endpoint.loop.rooms import RoomTable
 from kvferry.endpoint.outgoing import Outgoing
 from kvferry.errors import InputError
 from kvferry.ids import Room
-from kvferry.plan.bind import Binding, Outline, RankPair, Tables
-from kvferry.plan.binding_cache import Between, BindingCache
+from kvferry.plan.bind import Binding, BindingTemplate, RankPair, Tables
+from kvferry.plan.binding_cache import BindingCache, PairPools
 from kvferry.plan.choose import TransferMode, choose, shape_of
 from kvferry.plan.cost import LinkCostTable
 from kvferry.plan.places import PoolMap
@@ -98,12 +98,12 @@ class Chooser:
             self._cache.keep(room, key, binding)
         return binding if block == whole else binding.of_layers(block.layers)
 
-    def _outline(
+    def _template(
         self, transfer: TransferRequest, target: PoolMap | None, blocks: Sequence[Block]
-    ) -> Outline:
+    ) -> BindingTemplate:
         pair = RankPair(transfer.source, transfer.peer.rank)
-        between = Between(transfer.plan, pair, self._pools, target)
-        return self._cache.outline(between, transfer.request, blocks)
+        pools = PairPools(transfer.plan, pair, self._pools, target)
+        return self._cache.template(pools, transfer.request, blocks)
 
     def _tables(self, room: Room) -> Tables:
         handle = self._rooms.get(room)

@@ -94,7 +94,7 @@ class TargetLinkTable:
                 )
                 self._answer(MemoryUnreached(session, problems))
             case Measured(session=session, link_cost=link_cost):
-                self._costs.measured(session, link_cost)
+                self._costs.record(session, link_cost)
 
     def _reached(self, result: Reached) -> None:
         session, transport = result.session, result.transport
@@ -113,7 +113,7 @@ class TargetLinkTable:
         self._costs.reached(session, transport.name, link.metadata.liveness_port[0])
         self._answer(MemoryReached(session, transport.name))
         calibration = None if transport.maps_peer else self._calibration(link.metadata)
-        if calibration is not None and self._costs.due(session, time.monotonic()):
+        if calibration is not None and self._costs.start_if_due(session, time.monotonic()):
             self._transport_thread.measure(session, calibration, self._costs.of(session))
 
     def _calibration(self, peer: PeerMetadata) -> Calibration | None:

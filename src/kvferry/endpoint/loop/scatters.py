@@ -21,8 +21,8 @@ from kvferry.endpoint.transport_thread import TransportThread
 from kvferry.errors import KvferryError
 from kvferry.ids import Peer, Room, Session
 from kvferry.layout.intervals import Span
-from kvferry.plan.bind import Binding, Outline, RankPair
-from kvferry.plan.binding_cache import Between, BindingCache
+from kvferry.plan.bind import Binding, BindingTemplate, RankPair
+from kvferry.plan.binding_cache import BindingCache, PairPools
 from kvferry.plan.plan import Block
 from kvferry.protocol.events import Cancel, Connect, Event, Scatter, Scattered
 from kvferry.protocol.outcome import Failure, FailureCode
@@ -71,7 +71,7 @@ class StagedScatters:
         job = ScatterJob(action, lambda: prebound or Binding(()), sources, targets, when_idle)
         if prebound is None:
             try:
-                outline = self._outline(action, action.blocks)
+                template = self._template(action, action.blocks)
             except KvferryError as error:
                 job.fail(str(error))
                 self.copied(job)
@@ -79,10 +79,10 @@ class StagedScatters:
             job.bind = partial(outline.on, None, handle.request.page_tables)
         self._copier.submit(job)
 
-    def _outline(self, action: Scatter, blocks: tuple[Block, ...]) -> Outline:
+    def _template(self, action: Scatter, blocks: tuple[Block, ...]) -> BindingTemplate:
         pair = RankPair(action.source.rank, self._setup.member.rank)
-        between = Between(action.plan, pair, None, self._setup.memory.map)
-        return self._cache.outline(between, action.request, blocks)
+        pools = PairPools(action.plan, pair, None, self._setup.memory.map)
+        return self._cache.template(pools, action.request, blocks)
 
     def _prebind(self, handle: Incoming, action: Scatter, sources: tuple[int, ...]) -> None:
         """Bind what the source probably sends next: as many tokens, behind the last ones."""

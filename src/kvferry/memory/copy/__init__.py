@@ -1,1 +1,1 @@
-"""Copies: gather and scatter of bound pieces."""
+"""Copies of bound pieces: gather, scatter and direct copies, on the CPU and on GPUs."""

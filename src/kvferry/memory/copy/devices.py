@@ -1,4 +1,4 @@
-"""Copies on a GPU, for whoever names a device and need not know what copies there."""
+"""Selects the copier for a device without importing torch and triton early."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def copier_on(device: Device) -> GpuCopier:
-    """What copies on that GPU, ready; waiting for its copies costs no core."""
+    """Return a warmed-up copier for a GPU. Waiting for its copies yields the core."""
     from kvferry.memory.copy.gpu import GpuCopier  # noqa: PLC0415 - needs torch, triton and a driver
 
     copier = GpuCopier(device, yields=True)

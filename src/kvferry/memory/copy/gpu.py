@@ -1,12 +1,11 @@
-"""Gather, scatter and direct copies in one GPU's memory: the shell around one Triton kernel.
+"""Copies in the memory of one GPU with a Triton kernel: gather, scatter and direct copies.
 
-A call makes a table in pinned memory and queues its upload and one launch over all layers,
-tensors and jobs (more where parts need different tiles, or where the first job is large) on
-a stream of its own. It never waits for the GPU. Whoever calls keeps the memory behind the
-addresses alive until the event says that the copy is done. One thread owns a copier.
+A call makes a table in pinned memory, and queues its upload and one launch over all layers, tensors
+and jobs on a stream of the copier (several if parts need different tiles, or if the first job is
+large). It never waits for the GPU. The caller keeps the memory behind the addresses alive until the
+returned event is done. Only one thread may use a copier.
 
-Importing this module needs torch, triton (3.3 or later) and a CUDA driver; nothing else in
-``copy`` does.
+Only this module and ``gpu_kernels`` need torch, triton (3.3 or later) and a CUDA driver.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from kvferry.errors import InputError, TransportError
 from kvferry.memory.copy.gpu_tables import (
     HEADER,
     TILES,
-    AddressBook,
+    AddressCache,
     CopyTable,
     GpuCopy,
     KernelLaunch,
     Tile,
     batches,
-    may_move,
+    can_move_sources,
     table_of,
 )
 from kvferry.plan.bind import Binding
@@ -41,8 +40,8 @@ try:
 
     from kvferry.memory.copy.gpu_kernels import copy_tiles
 
-    # One that keeps Python's lock: the call takes microseconds, and getting the lock back from a
-    # thread that computes can take milliseconds.
+    # PyDLL keeps the GIL: the call takes microseconds, but getting the GIL back from a thread that
+    # computes can take milliseconds.
     _upload = ctypes.PyDLL("libcuda.so.1").cuMemcpyHtoDAsync_v2
 except (ImportError, OSError) as error:
     raise InputError(
@@ -56,18 +55,18 @@ __all__ = ["GpuCopier", "GpuCopy"]
 
 R = TypeVar("R")
 
-# Copies whose table is kept, made and not sent, until they come.
-MAX_DRAFTS = 32
-# Uploads hold so many numbers, or by this factor more, so that few sizes serve every table.
+# Copies whose table is prepared ahead of the call.
+MAX_PREBOUND = 32
+# Sizes of uploads in numbers: the smallest, and the factor to the next.
 SMALLEST_UPLOAD, UPLOAD_GROWTH = 4096, 4
 NUMBER_BYTES = 8
 
 
 class GpuCopier:
-    """Copies bound pieces from addresses to addresses on one GPU.
+    """Copies bound pieces between addresses on one GPU.
 
-    ``yields``: whoever waits for one of its events gives the core to others meanwhile,
-    and hears of the end some microseconds later.
+    With ``yields``, a thread that waits for an event yields its core, and learns of the end some
+    microseconds later.
     """
 
     def __init__(self, device: Device, *, yields: bool = False) -> None:
@@ -76,19 +75,19 @@ class GpuCopier:
         self._device = torch.device(device.kind, device.number)
         self._yields = yields
         self._stream = torch.cuda.Stream(self._device)
-        self._book = AddressBook()
+        self._addresses = AddressCache()
         self._kernels: dict[Tile, _Kernel] = {}
-        # By size, the least recently used first; and those of the size that is being filled.
+        # By size, the least recently used first. ``_next`` has the size that is being filled.
         self._uploads: defaultdict[int, deque[_Upload]] = defaultdict(deque)
         self._next: deque[_Upload] = deque()
-        # By the identity of the binding, which each keeps from being another's.
-        self._drafts: OrderedDict[int, _CopyDraft] = OrderedDict()
-        # Nobody else may get the pinned memory while the GPU still reads a table from it.
+        # By the identity of the binding, which the value keeps alive.
+        self._prebound: OrderedDict[int, _PreboundCopy] = OrderedDict()
+        # Pinned memory must not be freed while the GPU reads a table from it.
         weakref.finalize(self, self._stream.synchronize)
 
     @property
     def stream(self) -> torch.cuda.Stream:
-        """Where its copies are queued."""
+        """The stream on which copies are queued."""
         return self._stream
 
     def warm_up(self) -> None:
@@ -97,10 +96,10 @@ class GpuCopier:
 
     def _warm_up(self) -> None:
         tiles = [tile for choices in TILES.values() for tile in choices]
-        # A part for each, of one tile in none of its layers: every kernel runs and does nothing.
+        # A part without layers for each kernel, so that every kernel runs and copies nothing.
         launches = tuple(KernelLaunch(tile, i * HEADER, 1, 1, 1) for i, tile in enumerate(tiles))
         size = len(tiles) * HEADER
-        table = CopyTable(launches, self._room(size)[:size])
+        table = CopyTable(launches, self._next_array(size)[:size])
         table.numbers[:] = 0
         table.numbers[::HEADER] = 1
         self._queue(table, self._next.popleft()).synchronize()
@@ -108,53 +107,53 @@ class GpuCopier:
     def copy(
         self, jobs: Sequence[GpuCopy], after: torch.cuda.Event | None = None
     ) -> torch.cuda.Event:
-        """Queue the jobs as one copy that starts after ``after``; the event tells its end.
+        """Queue the jobs as one copy that starts after ``after``. Return an event for its end.
 
-        No job may write what another of them reads or writes.
+        No job may write bytes that another job reads or writes.
         """
         return self._on_device(partial(self._copy, jobs, after))
 
     def _copy(self, jobs: Sequence[GpuCopy], after: torch.cuda.Event | None) -> torch.cuda.Event:
         if after is not None:
             self._stream.wait_event(after)
-        draft = self._drafted(jobs)
-        if draft is not None:
-            return self._queue(draft.table, draft.upload)
+        prebound = self._take_prebound(jobs)
+        if prebound is not None:
+            return self._queue(prebound.table, prebound.upload)
         for batch in batches(jobs):
-            done = self._queue(*self._made(batch))
+            done = self._queue(*self._make_table(batch))
         return done
 
     def prebind(self, job: GpuCopy) -> None:
-        """This may be copied soon, by itself: have its table made. What it reads may lie elsewhere.
+        """Make the table of a job that may be copied soon. Its source address may still change.
 
-        The GPU hears nothing of it: a GPU that other processes use would have to change between
-        them once more.
+        The table is not uploaded yet, because a GPU that several processes share would have to
+        switch between them once more.
         """
-        if id(job.binding) in self._drafts:
+        if id(job.binding) in self._prebound:
             return
-        made = self._on_device(partial(self._made, [job]))
-        self._drafts[id(job.binding)] = _CopyDraft(job, *made)
-        if len(self._drafts) > MAX_DRAFTS:
-            self._drop(self._drafts.popitem(last=False)[1])
+        table, upload = self._on_device(partial(self._make_table, [job]))
+        self._prebound[id(job.binding)] = _PreboundCopy(job, table, upload)
+        if len(self._prebound) > MAX_PREBOUND:
+            self._drop(self._prebound.popitem(last=False)[1])
 
-    def _drop(self, draft: _CopyDraft) -> None:
-        """The GPU has never read its memory."""
-        self._uploads[draft.upload.capacity].appendleft(draft.upload)
+    def _drop(self, prebound: _PreboundCopy) -> None:
+        """Return the upload of a table that the GPU has never read."""
+        self._uploads[prebound.upload.capacity].appendleft(prebound.upload)
 
-    def _drafted(self, jobs: Sequence[GpuCopy]) -> _CopyDraft | None:
-        """The table that was made for a job, with its sources where they are now."""
-        found = [self._drafts.pop(id(job.binding), None) for job in jobs]
-        drafts = [draft for draft in found if draft is not None]
-        if len(jobs) == len(drafts) == 1 and may_move(drafts[0].job, jobs[0]):
-            (draft,), (job,) = drafts, jobs
-            draft.table.move_sources(job.sources[0] - draft.job.sources[0])
-            return draft
-        for each in drafts:
+    def _take_prebound(self, jobs: Sequence[GpuCopy]) -> _PreboundCopy | None:
+        """Return the table that was made for a single job, adjusted to its source address."""
+        found = [self._prebound.pop(id(job.binding), None) for job in jobs]
+        prebound = [copy for copy in found if copy is not None]
+        if len(jobs) == len(prebound) == 1 and can_move_sources(prebound[0].job, jobs[0]):
+            (copy,), (job,) = prebound, jobs
+            copy.table.move_sources(job.sources[0] - copy.job.sources[0])
+            return copy
+        for each in prebound:
             self._drop(each)
         return None
 
     def _on_device(self, act: Callable[[], R]) -> R:
-        """Do this with our device as the current one. What the driver says against it is told."""
+        """Call ``act`` with this device as the current one. Translate errors of the driver."""
         try:
             if torch.cuda.current_device() == self._device.index:
                 return act()
@@ -166,28 +165,28 @@ class GpuCopier:
     def prepare(
         self, binding: Binding, sources: tuple[int, ...], targets: tuple[int, ...]
     ) -> PreparedCopy:
-        """Have the table of a copy on the GPU, so that starting it is a launch and no more."""
+        """Upload the table of a copy, so that ``start`` only has to launch the kernel."""
         return self._on_device(partial(self._prepare, GpuCopy(binding, sources, targets)))
 
     def _prepare(self, job: GpuCopy) -> PreparedCopy:
-        table, upload = self._made([job])
+        table, upload = self._make_table([job])
         upload.send(len(table.numbers), self._stream.cuda_stream)
         return PreparedCopy(table.launches, upload)
 
     def start(self, prepared: PreparedCopy) -> torch.cuda.Event:
-        """Queue a copy that was prepared, once; the event tells its end."""
+        """Queue a prepared copy, once. Return an event for its end."""
         return self._on_device(partial(self._launch, prepared))
 
     def forget(self, prepared: PreparedCopy) -> None:
-        """It will not be started."""
+        """Release a prepared copy that will not be started."""
         self._on_device(partial(self._launch, PreparedCopy((), prepared.upload)))
 
     def drain(self) -> None:
-        """Wait until nothing that was queued still runs."""
+        """Wait until all queued copies are done."""
         self._stream.synchronize()
 
-    def _room(self, size: int) -> Int64s:
-        """Pinned memory for the next table: the oldest that nothing reads any more, or new."""
+    def _next_array(self, size: int) -> Int64s:
+        """Return pinned memory for the next table: the oldest upload if free, or a new one."""
         capacity = SMALLEST_UPLOAD
         while capacity < size:
             capacity *= UPLOAD_GROWTH
@@ -197,18 +196,18 @@ class GpuCopier:
         self._next = uploads
         return uploads[0].array
 
-    def _made(self, jobs: Sequence[GpuCopy]) -> tuple[CopyTable, _Upload]:
-        """The jobs' table, and where it is."""
-        table = table_of(jobs, self._book, self._room)
+    def _make_table(self, jobs: Sequence[GpuCopy]) -> tuple[CopyTable, _Upload]:
+        """Return the table of jobs, and the upload that holds it."""
+        table = table_of(jobs, self._addresses, self._next_array)
         return table, self._next.popleft()
 
     def _queue(self, table: CopyTable, upload: _Upload) -> torch.cuda.Event:
-        """Queue what a table says."""
+        """Queue the upload and the launches of a table."""
         upload.send(len(table.numbers), self._stream.cuda_stream)
         return self._launch(PreparedCopy(table.launches, upload))
 
     def _launch(self, prepared: PreparedCopy) -> torch.cuda.Event:
-        """The upload is free again when the event has come, which is behind its sending too."""
+        """Queue the launches. The upload is free again when the returned event is done."""
         upload, stream = prepared.upload, self._stream.cuda_stream
         for launch in prepared.launches:
             kernel = self._kernels.get(launch.tile) or self._compile(launch.tile)
@@ -220,14 +219,14 @@ class GpuCopier:
         return done
 
     def _compile(self, tile: Tile) -> _Kernel:
-        # Triton compiles for one thread at a time; copiers of one process begin together.
+        # Triton compiles on one thread at a time, and copiers of one process start together.
         with _compiling:
             kernel = self._kernels[tile] = _Kernel(tile)
         return kernel
 
 
-class _CopyDraft(NamedTuple):
-    """A copy whose table is made, and not sent."""
+class _PreboundCopy(NamedTuple):
+    """A copy whose table is made but not uploaded."""
 
     job: GpuCopy
     table: CopyTable
@@ -235,7 +234,7 @@ class _CopyDraft(NamedTuple):
 
 
 class PreparedCopy(NamedTuple):
-    """A copy whose table is on the GPU, or on its way."""
+    """A copy whose table is uploaded, or queued for upload."""
 
     launches: tuple[KernelLaunch, ...]
     upload: _Upload
@@ -251,12 +250,12 @@ class _Kernel:
             pointer, pointer, number, number, *self._constants, grid=(1,), num_warps=num_warps
         )
         self._run = compiled.run
-        # The function, how it is launched, and no hooks of profilers: ``compiled[grid](...)``
-        # would look all of it up again each time.
+        # The function and its launch metadata, without profiler hooks: ``compiled[grid](...)``
+        # would look all of it up at each launch.
         self._how = (compiled.function, compiled.packed_metadata, None, None, None)
 
     def start(self, launch: KernelLaunch, table: int, stream: int) -> None:
-        """Queue a launch that works through the table at that address."""
+        """Queue a launch for the table at this address."""
         _, first, num_parts, num_programs, depth = launch
         headers = table + first * NUMBER_BYTES
         arguments = (headers, table, num_parts, depth, *self._constants)
@@ -264,13 +263,13 @@ class _Kernel:
 
 
 class _Upload:
-    """Pinned memory for a table, and the device memory that it is sent to."""
+    """Pinned memory for a table, and the device memory to which it is uploaded."""
 
     def __init__(self, capacity: int, stream: torch.cuda.Stream) -> None:
         self.capacity = capacity
         pinned = torch.empty(capacity, dtype=torch.int64, pin_memory=True)
         self.array: Int64s = pinned.numpy()
-        # Allocated for that stream, so that it is not given to another while a launch reads it.
+        # Allocated for this stream, so that it is not reused while a launch reads it.
         with torch.cuda.stream(stream):
             self._table = torch.empty(capacity, dtype=torch.int64, device=stream.device)
         self._from, self.address = pinned.data_ptr(), self._table.data_ptr()
@@ -278,13 +277,13 @@ class _Upload:
 
     @property
     def free(self) -> bool:
-        """Whether the launch that read it is over."""
+        """Whether the last launch that reads it is done."""
         return self.last_use is None or self.last_use.query()
 
     def send(self, size: int, stream: int) -> None:
-        """Queue the upload of so many numbers."""
-        # torch would have to change its current stream and change it back, which takes longer
-        # than everything else in a call.
+        """Queue the upload of the first ``size`` numbers."""
+        # Not with torch, which would have to switch its current stream and back: that takes longer
+        # than the rest of a call.
         status = _upload(self.address, self._from, size * NUMBER_BYTES, stream)
         if status:
             raise RuntimeError(f"CUDA driver error {status} at an upload")

@@ -1,9 +1,8 @@
-"""The one GPU kernel: copies tiles of bound pieces, told what to do by a table.
+"""The GPU kernel: copies tiles of bound pieces as a table says.
 
-A program takes the tile of ``num_rows`` chunks at one place of a part and copies it in
-``depth`` layers, one after another: finding the place costs once, and the layers differ
-only in their addresses. What is in the table is said in ``gpu_tables``. Only GPU hosts
-import this module.
+A program copies the tile of ``num_rows`` chunks at one place of a part, in ``depth`` layers one
+after another. It finds the place once, and the layers differ only in their addresses.
+``gpu_tables`` describes the table. Only GPU hosts import this module.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def copy_tiles(
 ) -> None:
     """Copy one tile of one part in ``depth`` layers.
 
-    ``word``: every address, length and stride is a multiple of so many bytes.
+    ``word``: every address, length and stride is a multiple of this many bytes.
     ``span``: bytes in a row of the tile.
     """
     # Every part has as many programs as the largest one needs.

@@ -1,18 +1,17 @@
-"""The compiled loop behind ``copy.cpu``: the same grid of pieces in every layer of a part.
+"""The compiled loop of ``copy.cpu``: copies the same grid of pieces in every layer of a part.
 
-numba turns it into machine code with no compiler on the machine. Importing this
-module is what needs numba, so ``copy.cpu`` does it late. Nothing here knows
-plans or regions: addresses come in, bytes move.
+numba compiles it, without a compiler on the machine. Only this module needs numba, so ``copy.cpu``
+imports it late.
 
-Two ways to store, because a plain memcpy call per piece reaches only half of
-what the memory can do (docs/adr/0008):
+A memcpy call for each piece reaches only half of the memory bandwidth (docs/adr/0008), so there are
+two ways to store:
 
-- past the cache, for pages that nobody reads soon: a line that is written whole
-  need not be fetched first;
+- past the cache (non-temporal), for pages that are not read soon: a line that is written as a
+  whole is not fetched first;
 - through the cache, for a slot that is sent or scattered at once.
 
-Either way the source is prefetched a few kibibytes ahead. The processor's own
-prefetchers give up at the end of every short piece and every page.
+In both cases the source is prefetched a few KiB ahead, because the processor's own prefetchers stop
+at the end of every short piece and every page.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-# Their type hints cover only some of what is used here, so they are taken as they come.
+# Their type hints are incomplete.
 numba: Any = importlib.import_module("numba")
 cgutils: Any = importlib.import_module("numba.core.cgutils")
 registry: Any = importlib.import_module("numba.core.registry")
@@ -30,9 +29,9 @@ llvmlite: Any = importlib.import_module("llvmlite")
 ir: Any = importlib.import_module("llvmlite.ir")
 
 LINE = 64
-# Stored at once: four loads, then four stores.
+# Copied at once: four loads, then four stores.
 BLOCK = 4 * LINE
-# How far ahead of the copy the prefetches run.
+# Distance of the prefetches ahead of the copy, in bytes.
 AHEAD = 4096
 
 _ARRAY = numba.types.int64[::1]
@@ -54,23 +53,23 @@ Emit = Callable[[Any, Any, Any, Any], Any]
 
 
 def _intrinsic(function: Callable[..., tuple[Any, Emit]]) -> Any:
-    """Called in the loop, becomes the instructions that ``emit`` writes."""
+    """Return a function that compiles to the instructions that ``emit`` writes."""
     return extending.intrinsic(function)
 
 
 def _inlined(function: Callable[..., None]) -> Any:
-    """Compiled into its callers."""
+    """Return a function that is inlined into its callers."""
     return numba.njit(forceinline=True)(function)
 
 
 def _function(function: Callable[..., Any]) -> Any:
-    """Compiled, to be called by the loop."""
+    """Return a compiled function."""
     return numba.njit(function)
 
 
 @_intrinsic
 def _memcpy(typing_context: Any, to: Any, from_: Any, length: Any) -> tuple[Any, Emit]:
-    """The C library's own, for what is shorter than a line."""
+    """Call memcpy of the C library, for less than a line."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         to, from_, length = args
@@ -81,8 +80,8 @@ def _memcpy(typing_context: Any, to: Any, from_: Any, length: Any) -> tuple[Any,
     return numba.types.void(numba.types.int64, numba.types.int64, numba.types.int64), emit
 
 
-def _mover(num_lines: int, *, past_cache: bool) -> Any:
-    """Load so many lines, then store them. Past the cache, ``to`` must begin a line."""
+def _line_copy(num_lines: int, *, past_cache: bool) -> Any:
+    """Return a copy of ``num_lines`` lines. Past the cache, ``to`` must be aligned to a line."""
 
     @_intrinsic
     def move(typing_context: Any, to: Any, from_: Any) -> tuple[Any, Emit]:
@@ -106,7 +105,7 @@ def _mover(num_lines: int, *, past_cache: bool) -> Any:
 
 
 def _prefetcher(num_lines: int, *, to_write: bool) -> Any:
-    """Fetch so many lines into the second-level cache, where they do not crowd out the copy."""
+    """Return a prefetch of ``num_lines`` lines into the L2 cache, which spares the L1 cache."""
 
     @_intrinsic
     def prefetch(typing_context: Any, address: Any) -> tuple[Any, Emit]:
@@ -126,7 +125,7 @@ def _prefetcher(num_lines: int, *, to_write: bool) -> Any:
 
 @_intrinsic
 def _scratch(typing_context: Any) -> tuple[Any, Emit]:
-    """The address of two lines on the stack."""
+    """Return the address of two lines on the stack."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         memory = cgutils.alloca_once(builder, ir.ArrayType(_WORD, 2 * LINE // 8))
@@ -137,7 +136,7 @@ def _scratch(typing_context: Any) -> tuple[Any, Emit]:
 
 @_intrinsic
 def _fence(typing_context: Any) -> tuple[Any, Emit]:
-    """Stores past the cache are in memory before anyone hears that they are done."""
+    """Complete all stores past the cache before the copy is reported as done."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -146,16 +145,16 @@ def _fence(typing_context: Any) -> tuple[Any, Emit]:
     return numba.types.void(), emit
 
 
-_store_line, _store_block = (_mover(n, past_cache=True) for n in (1, BLOCK // LINE))
-_move_line = _mover(1, past_cache=False)
+_store_line, _store_block = (_line_copy(n, past_cache=True) for n in (1, BLOCK // LINE))
+_move_line = _line_copy(1, past_cache=False)
 _read_line, _read_block = (_prefetcher(n, to_write=False) for n in (1, BLOCK // LINE))
 _write_line = _prefetcher(1, to_write=True)
 
 
 # ---------------------------------------------------------------- one piece
 #
-# Ways to copy ``length`` bytes, all with one signature. ``soon_to`` and ``soon_from``
-# are where the copy will be after about AHEAD more bytes.
+# Ways to copy ``length`` bytes, with one signature. ``soon_to`` and ``soon_from`` are where the
+# copy will be after about AHEAD more bytes.
 
 
 @_inlined
@@ -196,7 +195,7 @@ def _through(to: int, from_: int, length: int, soon_to: int, soon_from: int) -> 
 
 
 def _grid_of(copy: Any) -> Any:
-    """The loop over ``rows × cols`` pieces, with one of the ways to copy compiled into it."""
+    """Return the loop over ``rows × cols`` pieces with one way to copy compiled into it."""
 
     @_function
     def grid(at: Any, soon: Any, shape: Any, strides: Any) -> None:
@@ -229,10 +228,10 @@ def _grid_of(copy: Any) -> Any:
 
 @_function
 def _grid_dense_past(at: Any, soon: Any, shape: Any, strides: Any) -> None:
-    """One column of odd pieces that follow each other in the target.
+    """Copy one column of odd pieces that are contiguous in the target.
 
-    A line that two pieces share is put together first, so that it, too, is stored
-    whole and never fetched.
+    A line that two pieces share is assembled first, so that it is stored as a whole and never
+    fetched.
     """
     to, from_ = at
     _, soon_from, _, next_from, ahead = soon
@@ -267,7 +266,7 @@ _grid_through = _grid_of(_through)
 
 @_function
 def _lookahead(lengths: Any, rows: Any, cols: Any) -> tuple[int, int]:
-    """How far ahead prefetches run: segments and rows; -1 if a number makes no sense."""
+    """Return the distance of prefetches in segments and rows, or -1 if a number is invalid."""
     row_bytes = num_rows = 1
     for segment in range(len(lengths)):
         if lengths[segment] < 0 or rows[segment] < 0 or cols[segment] < 0:
@@ -280,16 +279,16 @@ def _lookahead(lengths: Any, rows: Any, cols: Any) -> tuple[int, int]:
 
 @_function
 def _place(layer: int, segment: int, num_layers: int, num_segments: int) -> tuple[int, int]:
-    """Where a look ahead ends that may reach into the next layer."""
+    """Return the layer and segment of a prefetch that may reach into the next layer."""
     if segment < num_segments:
         return layer, segment
     return min(layer + 1, num_layers - 1), min(segment - num_segments, num_segments - 1)
 
 
 def copy_part(bases: Any, segments: Any, strides: Any, keep: bool) -> bool:
-    """Copy the same pieces in each layer. False, and nothing done, if a count is negative.
+    """Copy the same pieces in each layer. Return False, and copy nothing, if a count is negative.
 
-    Plain Python that ``copy.cpu`` compiles; see ``Pieces`` for what the arrays mean.
+    ``copy.cpu`` compiles this function. ``Pieces`` describes the arrays.
     """
     source_bases, target_bases = bases
     sources, targets, lengths, rows, cols = segments
@@ -329,12 +328,12 @@ def copy_part(bases: Any, segments: Any, strides: Any, keep: bool) -> bool:
 
 
 def compiled(*, cache: bool) -> Any:
-    """The loop in machine code, from the cache if it is there."""
+    """Return ``copy_part`` as machine code, from the disk cache if it is there."""
     return numba.njit(SIGNATURE, nogil=True, cache=cache)(copy_part)
 
 
 def platform() -> tuple[Any, ...]:
-    """What the machine code depends on besides this file."""
+    """Return what the machine code depends on besides this file."""
     return (
         numba.__version__,
         llvmlite.__version__,

@@ -1,7 +1,4 @@
-"""The plain copy that every fast one is compared with: one piece at a time.
-
-Slow on purpose. It reads the descriptors as the definition of what must move.
-"""
+"""The reference copy, one piece at a time, with which tests compare the fast ones."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Staging memory: how it is cut into slots, and where it comes from.
+"""Staging memory: its allocation, and how it is cut into slots.
 
-Who may write into which slot is the protocol's affair (``protocol.credits`` for
-a target's slots, ``protocol.slots`` for a source's own); nothing is allocated
-or freed slot by slot here.
+The protocol decides who may write into which slot: ``protocol.credits`` for a target's slots,
+``protocol.slots`` for a source's own.
 """
 
 from kvferry.memory.staging.buffers import Buffer, allocate

@@ -1,7 +1,6 @@
 """Memory for staging, on the host or on a GPU.
 
-A buffer keeps its own memory alive. It must outlive every write that may still
-touch it; the protocol's proofs say when that is.
+A buffer keeps its memory alive. It must outlive every write that may still touch it.
 """
 
 from __future__ import annotations
@@ -16,27 +15,27 @@ import numpy as np
 from kvferry.errors import InputError
 from kvferry.regions import HOST, Device, Region
 
-# Where huge pages begin on the machines that have them. Address translation costs a copy
-# that jumps between pages several percent, and pinning does it page by page.
+# Alignment of huge pages. With small pages, address translation makes copies several percent
+# slower, and pinning takes longer.
 HUGE_PAGE_BYTES = 2 << 20
 
 
 class Buffer(NamedTuple):
-    """A region and what keeps it alive."""
+    """A region, and the object that keeps its memory alive."""
 
     region: Region
     owner: object
 
 
 def allocate(num_bytes: int, device: Device = HOST) -> Buffer:
-    """Memory on that device. On the host it is zeroed, and backed by huge pages if it can be."""
+    """Return memory on a device. On the host it is zeroed, and has huge pages if possible."""
     if num_bytes <= 0:
-        raise InputError(f"a buffer has 1 byte or more, not {num_bytes}")
+        raise InputError(f"a buffer needs 1 byte or more, not {num_bytes}")
     return _host(num_bytes) if device.is_host else _cuda(num_bytes, device)
 
 
 def _host(num_bytes: int) -> Buffer:
-    # Private, as a copy in a forked child must not reach the parent's slots.
+    # Private, so that a forked child cannot write into the parent's slots.
     memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):

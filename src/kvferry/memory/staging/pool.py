@@ -1,4 +1,4 @@
-"""The geometry of staging memory: equal slots, one after another. Offsets only."""
+"""The geometry of staging memory: equal slots, one after another."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from kvferry.regions import PAGE_BYTES
 
 
 class SlotPool(NamedTuple):
-    """``num_slots`` slots of ``slot_bytes``, from offset 0 of their memory on."""
+    """``num_slots`` slots of ``slot_bytes`` each, from offset 0 of the staging memory on."""
 
     slot_bytes: int
     num_slots: int
 
     @property
     def num_bytes(self) -> int:
-        """The memory that they take together."""
+        """Size of all slots together."""
         return self.slot_bytes * self.num_slots
 
     def offset(self, slot: int) -> int:
-        """Where a slot begins."""
+        """Return the offset of a slot."""
         assert 0 <= slot < self.num_slots, f"there is no slot {slot} in {self!r}"
         return slot * self.slot_bytes
 
@@ -38,14 +38,14 @@ def slots_for(
     rule: SlotRule = HOST_SLOTS,
     most_slots: int = MAX_SLOTS,
 ) -> SlotPool:
-    """Cut a budget into slots, or say why that would be useless.
+    """Return the slots for a staging budget. Raises ``InputError`` if none fits.
 
-    ``largest_unit_bytes`` is one token of one layer (or a state row of one layer) of
-    what is to be staged: parcels are cut no smaller. Without ``slot_bytes``, ``rule`` gives
-    the size. A slot begins at a page of memory.
+    ``largest_unit_bytes`` is the size of one token, or state row, of one layer. Pushes are not cut
+    smaller than that. Without ``slot_bytes``, ``rule`` gives the size. Slots are aligned to pages
+    of memory.
     """
     if min(largest_unit_bytes, budget_bytes, most_slots) <= 0:
-        raise InputError("a staging budget, what it must hold and the number of slots are above 0")
+        raise InputError("staging budget, largest unit and number of slots must be above 0")
     if slot_bytes is None:
         slot_bytes = max(rule.slot_bytes(budget_bytes), largest_unit_bytes)
     if slot_bytes < largest_unit_bytes:

@@ -1,10 +1,8 @@
-"""A picture of a plan: sources left, targets right, one band for each move.
+"""Pictures of a plan: sources on the left, targets on the right, one band for each move.
 
-Pure functions from a plan and a request to text. ``scene`` decides where
-everything stands (``cards`` and ``bands`` give it the two halves), ``words``
-says it in words, ``svg`` writes it down, and ``page`` sets the same drawing in
-an HTML page. Nothing here reads or writes files, and the same plan always
-gives the same text.
+``scene`` works out where everything stands, ``svg`` writes the drawing, ``page`` puts the same
+drawing into an HTML page, and ``captions`` has the words. All are pure functions, and the same
+plan and request always give the same text.
 """
 
 from __future__ import annotations
@@ -18,10 +16,10 @@ __all__ = ["as_html", "as_svg"]
 
 
 def as_svg(plan: Plan, request: Request) -> str:
-    """A complete ``.svg`` document that shows what travels for that request."""
+    """Return an SVG document that shows what a plan moves for a request."""
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + drawing(scene(plan, request)) + "\n"
 
 
 def as_html(plan: Plan, request: Request) -> str:
-    """A complete ``.html`` page: the same drawing, numbers on hover, and a table."""
+    """Return an HTML page with the same drawing, numbers on hover and a table of the moves."""
     return page(scene(plan, request))

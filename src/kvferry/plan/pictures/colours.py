@@ -1,65 +1,38 @@
-"""Colours for units: one ramp, even to the eye, that also reads without hue.
+"""Colours for units: one ramp from teal over violet to amber.
 
-The ramp runs through OKLCH from deep teal over violet to amber. Lightness rises
-all the way, so neighbours stay in order for colour-blind readers and in print.
-Several groups get a part of the ramp each.
+The stops are evenly spaced in OKLCH (lightness 0.50 to 0.80, chroma 0.15, hue 210 to 440 degrees).
+Lightness rises all the way, so units stay in order for colour-blind readers and in print. With
+several groups, each gets a part of the ramp.
 """
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
-# Lightness, chroma and hue (degrees) at the ramp's two ends.
-_LIGHTNESS = (0.50, 0.80)
-_CHROMA = 0.15
-_HUE = (210.0, 440.0)
-# What a group leaves free at each end of its part, so that groups differ clearly.
+_STOPS = (
+    *((0x02, 0x70, 0x7E), (0x07, 0x75, 0x99), (0x0A, 0x75, 0xC2), (0x52, 0x72, 0xD1)),
+    *((0x7B, 0x6F, 0xD4), (0x9E, 0x6D, 0xCF), (0xBC, 0x6C, 0xC1), (0xD5, 0x6D, 0xAD)),
+    *((0xE9, 0x72, 0x95), (0xF6, 0x7C, 0x7A), (0xFC, 0x8A, 0x5E), (0xFA, 0x9D, 0x44)),
+    (0xF0, 0xB1, 0x35),
+)
+# Share of its part that a group leaves unused at each end, so that groups differ clearly.
 _MARGIN = 0.12
-# How much white the last layer is mixed with; the first has none.
+# Share of white in a group's last layer. The first layer has none.
 PALEST = 0.32
-
-Rgb = tuple[float, float, float]
 
 
 @cache
 def unit_colour(group: int, num_groups: int, place: float, depth: float) -> str:
-    """The colour of a unit at ``place`` (0 to 1 of its group) and ``depth`` (of its layers)."""
+    """Return the colour at ``place`` among a group's units and ``depth`` among its layers.
+
+    Both run from 0 to 1.
+    """
     margin = _MARGIN if num_groups > 1 else 0.0
-    inside = margin + (1 - 2 * margin) * place
-    rgb = _ramp((group + inside) / num_groups)
+    at = (group + margin + (1 - 2 * margin) * place) / num_groups * (len(_STOPS) - 1)
+    below = min(int(at), len(_STOPS) - 2)
     white = PALEST * depth
-    return "#" + "".join(f"{round(255 * (c + (1 - c) * white)):02x}" for c in rgb)
-
-
-def _ramp(at: float) -> Rgb:
-    lightness = _LIGHTNESS[0] + (_LIGHTNESS[1] - _LIGHTNESS[0]) * at
-    hue = math.radians(_HUE[0] + (_HUE[1] - _HUE[0]) * at)
-    chroma = _CHROMA
-    # Not every colour of the ramp exists on a screen: give up saturation, keep lightness.
-    while not _shown(light := _linear(lightness, chroma, hue)):
-        chroma -= 0.004
-    red, green, blue = (_gamma(channel) for channel in light)
-    return red, green, blue
-
-
-def _shown(light: Rgb) -> bool:
-    return all(-1e-4 <= channel <= 1 + 1e-4 for channel in light)
-
-
-def _linear(lightness: float, chroma: float, hue: float) -> Rgb:
-    """OKLCH to linear light (Ottosson's matrices)."""
-    a, b = chroma * math.cos(hue), chroma * math.sin(hue)
-    long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3
-    medium = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3
-    short = (lightness - 0.0894841775 * a - 1.2914855480 * b) ** 3
-    return (
-        4.0767416621 * long - 3.3077115913 * medium + 0.2309699292 * short,
-        -1.2684380046 * long + 2.6097574011 * medium - 0.3413193965 * short,
-        -0.0041960863 * long - 0.7034186147 * medium + 1.7076147010 * short,
+    channels = (
+        low + (high - low) * (at - below)
+        for low, high in zip(_STOPS[below], _STOPS[below + 1], strict=True)
     )
-
-
-def _gamma(channel: float) -> float:
-    channel = min(1.0, max(0.0, channel))
-    return 12.92 * channel if channel <= 0.0031308 else 1.055 * channel ** (1 / 2.4) - 0.055
+    return "#" + "".join(f"{round(c + (255 - c) * white):02x}" for c in channels)

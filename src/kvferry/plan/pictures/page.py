@@ -1,17 +1,19 @@
-"""An HTML page around the drawing: numbers on hover, a table of the moves.
+"""An HTML page around the drawing: numbers on hover, and a table of the moves.
 
-The page needs nothing from elsewhere. Without scripts it is the static picture,
-whose own ``<title>`` elements give the numbers; the script replaces those with
-a tooltip and lets a band, a card or a row of the table light up what it names.
+The page loads nothing. Without scripts it is the static picture, whose ``<title>`` elements
+give the numbers. The script turns those into a tooltip, and highlights what a band, a card or
+a row of the table refers to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvferry.plan.pictures.parts import Row, Scene
+from kvferry.plan.pictures import captions
+from kvferry.plan.pictures.scene import Scene
 from kvferry.plan.pictures.svg import FONT, drawing, escape
-from kvferry.plan.pictures.words import COLUMNS
+
+MAX_ROWS = 200
 
 _STYLE = f"""
 :root {{ color-scheme: light dark; }}
@@ -30,7 +32,7 @@ main .kvf .mark {{ fill: none; stroke: #1c2430; stroke-width: 2; pointer-events:
 table {{ border-collapse: collapse; margin: 8px 36px; width: calc(100% - 72px); }}
 caption {{ text-align: left; font-weight: 600; font-size: 15px; padding: 8px 0; }}
 th, td {{ text-align: left; padding: 5px 12px 5px 0; border-bottom: 1px solid #e3e8ee;
-  font-variant-resolve_ip: tabular-nums; }}
+  font-variant-numeric: tabular-nums; }}
 th {{ color: #566071; font-weight: 600; }}
 th:nth-last-child(-n+2), td:nth-last-child(-n+2) {{ text-align: right; padding-right: 0; }}
 tbody tr:hover, tbody tr.on {{ background: #eef1f5; }}
@@ -55,114 +57,103 @@ tbody tr:hover, tbody tr.on {{ background: #eef1f5; }}
 
 _SCRIPT = """
 "use strict";
-(() => {
-  const svg = document.querySelector("svg.kvf");
-  const tip = document.getElementById("tip");
-  const bands = [...svg.querySelectorAll(".band")];
-  const rows = [...document.querySelectorAll("tr[data-move]")];
-  const tips = new Map();
-  const marks = ["from", "to"].map(() => {
-    const mark = document.createElementNS("http://www.w3.org/2000/svg", "rect");
-    mark.setAttribute("class", "mark");
-    mark.setAttribute("visibility", "hidden");
-    return svg.appendChild(mark);
-  });
+const svg = document.querySelector("svg.kvf");
+const tip = document.getElementById("tip");
+const bands = [...svg.querySelectorAll(".band")];
+const rows = [...document.querySelectorAll("tr[data-move]")];
+const tips = new Map();
+const marks = ["from", "to"].map(() => {
+  const mark = document.createElementNS(svg.namespaceURI, "rect");
+  mark.setAttribute("class", "mark");
+  return svg.appendChild(mark);
+});
+let current = null;
 
-  const place = (mark, box) => {
-    mark.setAttribute("visibility", box ? "visible" : "hidden");
-    ["x", "y", "width", "height"].forEach((name, i) =>
-      mark.setAttribute(name, box ? box.split(" ")[i] : 0));
-  };
-  let current = null;
-  const clear = () => {
-    current = null;
-    svg.classList.remove("lit");
-    document.querySelectorAll(".on").forEach((one) => one.classList.remove("on"));
-    marks.forEach((mark) => place(mark, null));
-    tip.hidden = true;
-  };
-  const partsOf = (it) => {
-    if (it.classList.contains("card"))
-      return bands.filter((band) => band.dataset[it.dataset.side] === it.dataset.rank);
-    return bands.filter((band) => band.dataset.move === it.dataset.move);
-  };
-  const cardsOf = (band) => ["source", "target"].map((side) => svg.querySelector(
-    `.card[data-side="${side}"][data-rank="${band.dataset[side]}"]`));
-  const light = (it) => {
-    clear();
-    current = it;
-    const lit = partsOf(it);
-    if (lit.length) svg.classList.add("lit");
-    it.classList.add("on");
-    for (const band of lit) {
-      band.classList.add("on");
-      cardsOf(band).forEach((card) => card && card.classList.add("on"));
-    }
-    if (!it.classList.contains("card") && lit.length) {
-      place(marks[0], lit[0].dataset.from);
-      place(marks[1], lit[0].dataset.to);
-      rows.forEach((row) => row.classList.toggle("on", row.dataset.move === it.dataset.move));
-    }
-    tip.textContent = tips.get(it) || "";
-    tip.hidden = !tip.textContent;
-  };
-  const show = (it, x, y) => {
-    if (it !== current) light(it);
-    const wide = tip.offsetWidth, high = tip.offsetHeight;
-    tip.style.left = Math.max(8, Math.min(x + 16, innerWidth - wide - 8)) + "px";
-    tip.style.top = Math.max(8, y + 16 + high > innerHeight ? y - high - 12 : y + 16) + "px";
-  };
-  const middle = (it) => {
-    const box = it.getBoundingClientRect();
-    return [box.x + box.width / 2, box.y + box.height / 2];
-  };
-  for (const it of [...bands, ...svg.querySelectorAll(".card"), ...rows]) {
-    const title = it.querySelector("title");
-    if (title) {
-      tips.set(it, title.textContent);
-      it.setAttribute("aria-label", title.textContent);
-      it.setAttribute("role", "img");
-      title.remove();
-    }
-    it.setAttribute("tabindex", "0");
-    it.addEventListener("pointermove", (event) => show(it, event.clientX, event.clientY));
-    it.addEventListener("pointerleave", clear);
-    it.addEventListener("focus", () => show(it, ...middle(it)));
-    it.addEventListener("blur", clear);
+function place(mark, box) {
+  mark.setAttribute("visibility", box ? "visible" : "hidden");
+  (box || "0 0 0 0").split(" ").forEach((value, i) =>
+    mark.setAttribute(["x", "y", "width", "height"][i], value));
+}
+function clear() {
+  current = null;
+  svg.classList.remove("lit");
+  document.querySelectorAll(".on").forEach((one) => one.classList.remove("on"));
+  marks.forEach((mark) => place(mark, null));
+  tip.hidden = true;
+}
+function highlight(it) {
+  clear();
+  current = it;
+  const { move, side, rank } = it.dataset;
+  const lit = bands.filter((b) => side ? b.dataset[side] === rank : b.dataset.move === move);
+  svg.classList.toggle("lit", lit.length > 0);
+  for (const one of [it, ...lit]) one.classList.add("on");
+  for (const band of lit)
+    for (const end of ["source", "target"])
+      svg.querySelector(`.card[data-side="${end}"][data-rank="${band.dataset[end]}"]`)
+        ?.classList.add("on");
+  if (move && lit.length) {
+    place(marks[0], lit[0].dataset.from);
+    place(marks[1], lit[0].dataset.to);
   }
-  svg.setAttribute("role", "group");
-  addEventListener("keydown", (event) => event.key === "Escape" && clear());
-})();
+  rows.forEach((row) => move && row.classList.toggle("on", row.dataset.move === move));
+  tip.textContent = tips.get(it) || "";
+  tip.hidden = !tip.textContent;
+}
+function show(it, x, y) {
+  if (it !== current) highlight(it);
+  const { offsetWidth: wide, offsetHeight: high } = tip;
+  tip.style.left = Math.max(8, Math.min(x + 16, innerWidth - wide - 8)) + "px";
+  tip.style.top = Math.max(8, y + 16 + high > innerHeight ? y - high - 12 : y + 16) + "px";
+}
+for (const it of [...bands, ...svg.querySelectorAll(".card"), ...rows]) {
+  const title = it.querySelector("title");
+  if (title) {
+    tips.set(it, title.textContent);
+    it.setAttribute("aria-label", title.textContent);
+    it.setAttribute("role", "img");
+    title.remove();
+  }
+  it.setAttribute("tabindex", "0");
+  it.addEventListener("pointermove", (event) => show(it, event.clientX, event.clientY));
+  it.addEventListener("focus", () => {
+    const box = it.getBoundingClientRect();
+    show(it, box.x + box.width / 2, box.y + box.height / 2);
+  });
+  for (const end of ["pointerleave", "blur"]) it.addEventListener(end, clear);
+}
+svg.setAttribute("role", "group");
+addEventListener("keydown", (event) => event.key === "Escape" && clear());
 """
 
 
 def page(scene: Scene) -> str:
-    """A complete page for one scene."""
+    """Return a complete HTML document for a scene."""
     parts = [
         "<!DOCTYPE html>",
         '<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(scene.title)} · kvferry plan</title>",
+        f"<title>{escape(captions.title(scene.plan))} · kvferry plan</title>",
         f"<style>{_STYLE}</style></head>",
         f"<body><main>{drawing(scene)}",
         *_table(scene),
-        f'</main><div id="tip" role="status" hidden></div><script>{_SCRIPT}</script></body></html>',
+        '</main><div id="tip" role="status" hidden></div>',
+        f'<script type="module">{_SCRIPT}</script></body></html>',
     ]
     return "\n".join(parts) + "\n"
 
 
 def _table(scene: Scene) -> Iterator[str]:
-    if not scene.rows:
+    if not scene.carried:
         return
-    heads = "".join(f'<th scope="col">{name}</th>' for name in COLUMNS)
-    yield f"<table><caption>Moves</caption><thead><tr>{heads}</tr></thead><tbody>"
-    for row in scene.rows:
-        yield _row(row)
+    head = "".join(f'<th scope="col">{name}</th>' for name in captions.TABLE_COLUMNS)
+    yield f"<table><caption>Moves</caption><thead><tr>{head}</tr></thead><tbody>"
+    total = scene.num_bytes()
+    for number, move, num_bytes in scene.carried[:MAX_ROWS]:
+        texts = captions.move_texts(scene.plan, move, scene.request, num_bytes, total)
+        cells = "".join(f"<td>{escape(text)}</td>" for text in texts)
+        yield f'<tr data-move="{number}">{cells}</tr>'
     yield "</tbody></table>"
-    if scene.more_rows:
-        yield f'<p class="more">{escape(scene.more_rows)}</p>'
-
-
-def _row(row: Row) -> str:
-    cells = "".join(f"<td>{escape(text)}</td>" for text in row.texts)
-    return f'<tr data-move="{row.index}">{cells}</tr>'
+    left = len(scene.carried) - MAX_ROWS
+    if left > 0:
+        yield f'<p class="more">… and {captions.plural(left, "more move")}.</p>'

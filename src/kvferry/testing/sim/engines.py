@@ -14,7 +14,7 @@ from functools import partial
 from kvferry.endpoint.runner.runner import SourceRunner, TargetRunner
 from kvferry.ids import Op, Peer, Room, Session
 from kvferry.layout.intervals import Span
-from kvferry.plan.bind import RankPair, Side, StagingView, bind
+from kvferry.plan.bind import PagedView, RankPair, StagingView, bind
 from kvferry.plan.places import PoolMap
 from kvferry.plan.plan import Block
 from kvferry.protocol.events import (

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvferry.layout.intervals import Span, Tokens
 from kvferry.layout.layout import Layout, Order, Shard
 from kvferry.layout.spec import Group, StateRow
-from kvferry.plan.bind import Descriptors, Side
+from kvferry.plan.bind import Descriptors, PagedView
 from kvferry.plan.places import PageTable, contiguous_pools
 from kvferry.plan.plan import Request
 

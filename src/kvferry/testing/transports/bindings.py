@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.memory.copy.reference import copy_pieces
-from kvferry.plan.bind import Binding, Part
+from kvferry.plan.bind import Binding, BindingPart
 from kvferry.plan.coalesce import Pieces, Stride
 from kvferry.plan.places import Base, Int64s
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.errors import TransportError
 from kvferry.layout import CacheSpec, DType, Group, Layout, Order, Paged, Parallel, Tensor
-from kvferry.plan import PageTable, RankPair, Request, Side, bind, contiguous_pools, reshard
+from kvferry.plan import PagedView, PageTable, RankPair, Request, bind, contiguous_pools, reshard
 from kvferry.plan.bind import Binding
 from kvferry.plan.coalesce import Stride
 from kvferry.plan.places import Base
@@ -107,10 +107,10 @@ class WriteCases(Cases):
         from_, into = contiguous_pools(prefill, 0, 40), contiguous_pools(decode, 0, 10)
         rng = np.random.default_rng(3)
         source = crew.source(*from_.region_bytes)
-        give = Side(from_.map, {"kv": PageTable(rng.permutation(40)[:19])})
+        give = PagedView(from_.map, {"kv": PageTable(rng.permutation(40)[:19])})
         for rank in range(2):
             target = crew.target(*into.region_bytes)
-            take = Side(into.map, {"kv": PageTable(rng.permutation(10)[:5])})
+            take = PagedView(into.map, {"kv": PageTable(rng.permutation(10)[:5])})
             binding = bind(plan, RankPair(0, rank), request, give, take)
             deliver(source, target, HostWrite(source.connect(target.metadata), rank, binding))
 

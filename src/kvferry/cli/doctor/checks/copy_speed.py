@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvferry.layout import Layout, Parallel, attention
 from kvferry.memory.copy.cpu import copy_binding
 from kvferry.memory.copy.reference import copy_pieces
-from kvferry.plan import PageTable, RankPair, Request, Side, bind, contiguous_pools, reshard
+from kvferry.plan import PagedView, PageTable, RankPair, Request, bind, contiguous_pools, reshard
 
 # One of two ranks gets half of four heads: pieces of 512 bytes, 64 MiB in all, which is more
 # than any cache and little enough for a few repetitions within a second.
@@ -31,7 +31,7 @@ class Speed(NamedTuple):
 
 
 class _CopyRank(NamedTuple):
-    side: Side
+    side: PagedView
     regions: list[NDArray[np.uint8]]
 
     @property
@@ -61,7 +61,7 @@ def _rank(layout: Layout, rng: np.random.Generator) -> _CopyRank:
     num_pages = REQUEST.num_tokens // PAGE_TOKENS
     pools = contiguous_pools(layout, 0, num_pages)
     regions = [rng.integers(0, 256, size, dtype=np.uint8) for size in pools.region_bytes]
-    return _CopyRank(Side(pools.map, {"kv": PageTable(rng.permutation(num_pages))}), regions)
+    return _CopyRank(PagedView(pools.map, {"kv": PageTable(rng.permutation(num_pages))}), regions)
 
 
 def _seconds(step: Callable[[], object]) -> float:

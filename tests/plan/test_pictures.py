@@ -1,4 +1,4 @@
-"""The picture shows the plan: every rank, every move that carries something, the right numbers."""
+"""Tests that a picture shows every rank and every move of a plan, with the right numbers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ from kvferry.layout import (
 from kvferry.layout.spec import attention_group
 from kvferry.plan.pictures import as_html, as_svg
 from kvferry.plan.pictures.colours import unit_colour
-from kvferry.plan.pictures.parts import Band, Scene, Strand
-from kvferry.plan.pictures.scene import scene
+from kvferry.plan.pictures.scene import Band, Card, Scene, Section, Strand, scene
 from kvferry.plan.pictures.svg import escape
 from kvferry.plan.plan import Plan, Request
 from kvferry.plan.reshard import reshard
@@ -143,7 +142,7 @@ def test_every_move_has_one_band_and_every_rank_one_card(plan: Plan) -> None:
 
 
 @each_plan
-def test_the_numbers_of_a_band_are_those_of_its_move(plan: Plan) -> None:
+def test_band_has_the_numbers_of_its_move(plan: Plan) -> None:
     request = Request(9000, 1000)
     total = plan.payload_bytes(request)
     for band in of_class(parse(as_svg(plan, request)), "band"):
@@ -163,7 +162,7 @@ def test_the_numbers_of_a_band_are_those_of_its_move(plan: Plan) -> None:
         assert lines[5] == f"{human_bytes(num_bytes)}, {100 * num_bytes / total:.1f} % of the total"
 
 
-def test_a_card_says_where_it_stands_and_what_it_sends() -> None:
+def test_card_shows_coordinates_and_what_it_sends() -> None:
     plan = PLANS["tp2pp2-tp4"]
     root = parse(as_svg(plan, REQUEST))
     (card,) = [
@@ -173,10 +172,10 @@ def test_a_card_says_where_it_stands_and_what_it_sends() -> None:
     ]
     sent = sum(plan.bytes_of(move, REQUEST) for move in plan.moves if move.source == 3)
     assert title_of(card) == f"prefill 3 (pp1 · tp1)\nsends {human_bytes(sent)} in 2 moves"
-    assert {"prefill 3", "pp1 · tp1", "heads 4–7", "layers 32–63"} <= set(card.itertext())
+    assert {"prefill 3", "pp1 · tp1", "heads 4-7", "layers 32-63"} <= set(card.itertext())
 
 
-def test_the_head_names_layouts_request_and_plan() -> None:
+def test_heading_names_layouts_request_and_plan() -> None:
     spec = heads(64, 8)
     plan = reshard(Layout(spec, Parallel(tp=4)), Layout(spec, Parallel(tp=1), dp=4))
     text = text_of(parse(as_svg(plan, Request(8192, 2048))))
@@ -195,10 +194,10 @@ def test_interleaved_tokens_are_named_and_hatched() -> None:
     assert "url(#kvf-hatch)" not in as_svg(PLANS["tp4-tp1"], REQUEST)
 
 
-def test_groups_are_told_apart() -> None:
+def test_groups_have_different_colours_and_texts() -> None:
     text = text_of(parse(as_svg(PLANS["hybrid"], REQUEST)))
     assert "4 heads × 12 layers, window of 2,048 tokens" in text
-    assert "16 units × 24 layers, one row a request" in text
+    assert "16 units × 24 layers, one row per request" in text
     ramps = [{unit_colour(group, 3, unit / 16, 0.0) for unit in range(17)} for group in range(3)]
     assert not ramps[0] & ramps[1]
     assert not ramps[1] & ramps[2]
@@ -207,25 +206,35 @@ def test_groups_are_told_apart() -> None:
 def test_moves_with_nothing_to_carry_are_counted_not_drawn() -> None:
     plan = plan_of(heads(4, 2), Parallel(cp=4), Parallel())
     drawn = scene(plan, Request(2))
-    assert [band.move.tokens.first for band in drawn.bands] == [0, 1]
+    assert [band.carried.move.tokens.first for band in drawn.bands] == [0, 1]
     assert "Not drawn: 2 moves with nothing to carry for this request." in drawn.notes
 
 
 @each_plan
-def test_a_request_cached_in_full_says_so(plan: Plan) -> None:
+def test_fully_cached_request_has_no_bands(plan: Plan) -> None:
     html = as_html(plan, Request(4096, 4096))
     assert not of_class(parse(as_svg(plan, Request(4096, 4096))), "band")
-    assert "Nothing travels: all 4,096 tokens are cached on the decode side." in html
+    assert "Nothing to move: decode has all 4,096 tokens cached." in html
     assert "<table>" not in html
 
 
-def test_a_rank_that_holds_nothing_says_so() -> None:
+def test_rank_without_shards_is_labelled() -> None:
     everything = Shard("kv", Span(0, 4), Span(0, 2))
     plan = plan_of(heads(4, 2), ExplicitSharding(((everything,), ())), Parallel(tp=2))
     assert text_of(parse(as_svg(plan, REQUEST))).count("holds nothing") == 1
 
 
 # ---------------------------------------------------------------- where it is drawn
+
+
+def cards_of(drawn: Scene, side: str) -> dict[int, Card]:
+    return {card.ranks.first: card for card in drawn.cards if card.side == side}
+
+
+def section_of(card: Card, group: str) -> Section:
+    section = card.section(group)
+    assert section is not None
+    return section
 
 
 def rails(drawn: Scene, side: str) -> Iterator[tuple[Band, Strand, float, float]]:
@@ -238,51 +247,60 @@ def rails(drawn: Scene, side: str) -> Iterator[tuple[Band, Strand, float, float]
 @each_plan
 def test_bands_into_targets_fill_them_and_never_overlap(plan: Plan) -> None:
     drawn = scene(plan, REQUEST)
-    for card in (one for one in drawn.cards if one.side == "target"):
+    for rank, card in cards_of(drawn, "target").items():
         ends = sorted(
             (top, bottom)
             for band, _, top, bottom in rails(drawn, "target")
-            if band.move.target == card.rank
+            if band.carried.move.target == rank
         )
         for (_, above), (below, _) in itertools.pairwise(ends):
             assert above <= below + 1e-6
-        held = sum(part.rail.h for section in card.sections for part in section.held)
+        held = sum(
+            section.rail_block(shard.layers).h
+            for section in card.sections
+            for shard in section.shards
+        )
         assert sum(bottom - top for top, bottom in ends) == pytest.approx(held)
 
 
 @each_plan
-def test_bands_begin_inside_what_their_source_holds(plan: Plan) -> None:
+def test_bands_begin_inside_their_sources_shards(plan: Plan) -> None:
     drawn = scene(plan, REQUEST)
-    cards = {card.rank: card for card in drawn.cards if card.side == "source"}
+    cards = cards_of(drawn, "source")
     for band, _, top, bottom in rails(drawn, "source"):
-        held = [part.rail for part in cards[band.move.source].section(band.move.group).held]
-        assert any(rail.y - 1e-6 <= top < bottom <= rail.y + rail.h + 1e-6 for rail in held), (
-            band.move
-        )
+        move = band.carried.move
+        section = section_of(cards[move.source], move.group)
+        held = [section.rail_block(shard.layers) for shard in section.shards]
+        assert any(rail.y - 1e-6 <= top < bottom <= rail.y + rail.h + 1e-6 for rail in held), move
 
 
 def test_replicas_share_the_work_by_layers() -> None:
     drawn = scene(PLANS["replicated-tp2"], REQUEST)
     first, second = drawn.bands[:2]
     (upper,), (lower,) = first.strands, second.strands
-    cards = {card.rank: card for card in drawn.cards if card.side == "source"}
+    cards = cards_of(drawn, "source")
     assert upper.source.top == cards[0].sections[0].rail.y
     assert lower.source.top > cards[1].sections[0].rail.y + 1
     assert any("not sent by that rank" in hint for hint in drawn.hints)
     assert not any("not sent" in hint for hint in scene(PLANS["tp4-tp1"], REQUEST).hints)
 
 
-def test_pipeline_stages_keep_their_place_in_the_model() -> None:
+def test_pipeline_stages_are_placed_by_layer() -> None:
     drawn = scene(PLANS["tp2pp2-tp4"], REQUEST)
     first, _, third, _ = (card.sections[0] for card in drawn.cards if card.side == "source")
-    assert first.held[0].block.y == first.map.y
-    assert first.held[0].block.h == pytest.approx(first.map.h / 2)
-    assert third.held[0].block.y == pytest.approx(third.map.y + third.map.h / 2)
+    upper, lower = (one.block(one.shards[0].layers, one.shards[0].units) for one in (first, third))
+    assert upper.y == first.map.y
+    assert upper.h == pytest.approx(first.map.h / 2)
+    assert lower.y == pytest.approx(third.map.y + third.map.h / 2)
     # The same units have the same colour wherever they are held.
-    assert [cell.colour for cell in first.cells] == [cell.colour for cell in third.cells]
+    cards = of_class(parse(as_svg(PLANS["tp2pp2-tp4"], REQUEST)), "card")
+    colours = [[cell.get("fill") for cell in of_class(card, "cell")] for card in cards[:4]]
+    assert len(colours[0]) == 4
+    assert colours[0] == colours[2]
+    assert colours[1] == colours[3]
 
 
-def test_a_move_that_others_cut_up_is_one_band_of_several_strands() -> None:
+def test_move_cut_by_other_moves_is_one_band_of_several_strands() -> None:
     """Unit 0 travels whole; unit 1 comes from two ranks, half of the layers each."""
     every, upper, lower = Span(0, 8), Span(0, 4), Span(4, 8)
     sources = (
@@ -298,20 +316,20 @@ def test_a_move_that_others_cut_up_is_one_band_of_several_strands() -> None:
 
 
 @each_plan
-def test_a_band_knows_its_block_on_both_maps(plan: Plan) -> None:
+def test_band_marks_its_block_on_both_maps(plan: Plan) -> None:
     drawn = scene(plan, REQUEST)
-    cards = {(card.side.value, card.rank): card for card in drawn.cards}
     for band in drawn.bands:
-        ends = (("source", band.move.source), ("target", band.move.target))
-        for end, block in zip(ends, band.blocks, strict=True):
-            section = cards[end].section(band.move.group)
+        move = band.carried.move
+        ends = (("source", move.source), ("target", move.target))
+        for (side, rank), block in zip(ends, band.blocks, strict=True):
+            section = section_of(cards_of(drawn, side)[rank], move.group)
             assert block is not None
             column = section.map.w / section.group.units
-            assert (block.x - section.map.x) / column == pytest.approx(band.move.units.first)
-            assert block.w / column == pytest.approx(len(band.move.units))
+            assert (block.x - section.map.x) / column == pytest.approx(move.units.first)
+            assert block.w / column == pytest.approx(len(move.units))
             assert any(
-                part.block.y - 1e-6 <= block.y and block.h <= part.block.h + 1e-6
-                for part in section.held
+                held.y - 1e-6 <= block.y and block.h <= held.h + 1e-6
+                for held in (section.block(one.layers, one.units) for one in section.shards)
             )
             assert section.map.y - 1e-6 <= block.y < section.map.y + section.map.h
 
@@ -319,7 +337,7 @@ def test_a_band_knows_its_block_on_both_maps(plan: Plan) -> None:
 # ---------------------------------------------------------------- big plans
 
 
-def test_a_big_plan_says_what_it_leaves_out() -> None:
+def test_big_plan_notes_what_it_leaves_out() -> None:
     root = parse(as_svg(BIG, REQUEST))
     shown: dict[str, set[int]] = {"source": set(), "target": set()}
     for card in of_class(root, "card"):
@@ -357,13 +375,13 @@ def test_big_plans_stay_small_files(plan: Plan) -> None:
     assert html.count("<path") < 10_000
 
 
-def test_too_many_bands_are_capped_and_counted() -> None:
+def test_number_of_bands_is_capped_and_noted() -> None:
     plan = plan_of(heads(4, 4096), Parallel(tp=4096), Parallel(tp=1))
     drawn = scene(plan, REQUEST)
     assert len(drawn.bands) == 2000
     assert "Not drawn: 2,096 moves of 4,096, too many." in drawn.notes
     # Those with both ends shown are the last to go.
-    assert {band.move.source for band in drawn.bands} >= {*range(16), *range(4080, 4096)}
+    assert {band.carried.move.source for band in drawn.bands} >= {*range(16), *range(4080, 4096)}
 
 
 # ---------------------------------------------------------------- documents
@@ -378,16 +396,16 @@ def test_the_page_contains_the_drawing_and_a_row_for_each_move(plan: Plan) -> No
         assert page.count("tr", **{"data-move": str(index)}) == 1
 
 
-def test_a_long_table_says_how_many_more() -> None:
+def test_long_table_counts_omitted_moves() -> None:
     page = Page(as_html(BIG, REQUEST))
     assert sum(tag == "tr" for tag, _ in page.elements) == 1 + 200
     assert "… and 568 more moves." in page.text
 
 
-def test_documents_need_nothing_from_elsewhere() -> None:
+def test_documents_load_no_external_resources() -> None:
     html = as_html(PLANS["hybrid"], REQUEST)
     assert not re.search(r"(?:src|href)\s*=|@import|url\((?!#)", html)
-    assert re.findall(r"https?://[^\"' ]+", html) == ["http://www.w3.org/2000/svg"] * 2
+    assert re.findall(r"https?://[^\"' ]+", html) == ["http://www.w3.org/2000/svg"]
 
 
 @each_plan
@@ -416,19 +434,19 @@ def test_hostile_names_are_escaped() -> None:
 
 
 @pytest.mark.parametrize("bad", ["\x00", "\x1b", "\ud800", "\ufffe"])
-def test_what_xml_cannot_carry_is_replaced(bad: str) -> None:
+def test_characters_outside_xml_are_replaced(bad: str) -> None:
     assert escape(f"a{bad}<b>") == "a\ufffd&lt;b&gt;"
 
 
 @each_plan
-def test_the_same_plan_gives_the_same_text(plan: Plan) -> None:
+def test_same_plan_gives_same_documents(plan: Plan) -> None:
     again = reshard(plan.source, plan.target)
     assert as_svg(again, REQUEST) == as_svg(plan, REQUEST)
     assert as_html(again, REQUEST) == as_html(plan, REQUEST)
 
 
-def test_the_ramp_gets_lighter_all_the_way() -> None:
-    """What keeps units apart for readers who do not see hue."""
+def test_colour_ramp_gets_lighter() -> None:
+    """Lightness keeps units apart for colour-blind readers."""
     colours = [unit_colour(0, 1, (unit + 0.5) / 8, 0.0) for unit in range(8)]
     shades = [_luminance(colour) for colour in colours]
     assert shades == sorted(shades)

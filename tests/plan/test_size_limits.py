@@ -1,4 +1,4 @@
-"""Nothing wraps at 64 bits, and nothing that is asked for takes minutes or gigabytes."""
+"""Tests that nothing overflows 64 bits, and that no request takes minutes or gigabytes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvferry.layout import Layout, Parallel, attention
 from kvferry.plan import (
     PRESETS,
     Base,
+    PagedView,
     PageTable,
     Placement,
     PoolMap,
     RankPair,
     Request,
-    Side,
     StagingView,
     bind,
     contiguous_pools,
@@ -33,7 +33,7 @@ SPEC = attention(layers=2, kv_heads=2, head_dim=4)
 HUGE = attention(layers=2, kv_heads=65536, head_dim=1 << 24)
 
 
-def test_a_request_has_a_largest_size() -> None:
+def test_request_size_is_limited() -> None:
     assert Request(MAX_TOKENS).num_tokens == MAX_TOKENS
     for wrong in (MAX_TOKENS + 1, 1 << 70, -1):
         with pytest.raises(InputError, match="tokens"):
@@ -71,14 +71,14 @@ def placement(**changes: object) -> Placement:
         ({"num_pages": 1 << 62, "page_stride": 0}, "smaller pages"),
     ],
 )
-def test_a_placement_whose_offsets_could_wrap_is_refused(
+def test_placement_whose_offsets_could_overflow_is_refused(
     changes: dict[str, object], says: str
 ) -> None:
     with pytest.raises(InputError, match=says):
         placement(**changes)
 
 
-def test_a_placement_from_the_wire_is_checked_too() -> None:
+def test_placement_from_the_wire_is_checked() -> None:
     good = msgspec.json.encode(placement())
     assert msgspec.json.decode(good, type=Placement) == placement()
     with pytest.raises(msgspec.ValidationError, match="negative"):
@@ -86,25 +86,25 @@ def test_a_placement_from_the_wire_is_checked_too() -> None:
 
 
 @pytest.mark.parametrize("pages", [[1 << 63], [-(1 << 64)], ["x"], [[1], [1, 2]]])
-def test_page_numbers_are_64_bit_numbers(pages: list[object]) -> None:
+def test_page_numbers_fit_64_bits(pages: list[object]) -> None:
     with pytest.raises(InputError, match="page numbers"):
         PageTable(pages)  # type: ignore[arg-type]
 
 
-def test_a_pool_that_is_too_large_is_refused() -> None:
+def test_pool_that_is_too_large_is_refused() -> None:
     with pytest.raises(InputError, match="smaller pages"):
         contiguous_pools(Layout(HUGE), 0, num_pages=1 << 20)
 
 
-def test_an_image_that_is_too_large_is_refused() -> None:
+def test_staged_move_that_is_too_large_is_refused() -> None:
     plan = plan_of(HUGE, Parallel(), Parallel())
-    side = Side(contiguous_pools(plan.source, 0, 1 << 10).map, {"kv": PageTable([0])})
+    side = PagedView(contiguous_pools(plan.source, 0, 1 << 10).map, {"kv": PageTable([0])})
     with pytest.raises(InputError, match="fewer"):
         bind(plan, RankPair(0, 0), Request(MAX_TOKENS), StagingView(), side)
 
 
-def test_a_move_whose_bytes_would_wrap_is_refused() -> None:
-    """Strides of 0 put every page in one place: each offset is small, their sum is not."""
+def test_move_whose_bytes_would_overflow_is_refused() -> None:
+    """Strides of 0 put every page in one place: offsets are small, but not the sum of bytes."""
     plan = plan_of(HUGE, Parallel(), Parallel())
     flat = PoolMap(
         tuple(
@@ -112,7 +112,7 @@ def test_a_move_whose_bytes_would_wrap_is_refused() -> None:
             for tensor in ("k", "v")
         )
     )
-    side = Side(flat, {"kv": PageTable(range(1 << 17))})
+    side = PagedView(flat, {"kv": PageTable(range(1 << 17))})
     assert bind(plan, RankPair(0, 0), Request(16), side, side).num_bytes == 16 << 43
     with pytest.raises(InputError, match="fewer tokens"):
         bind(plan, RankPair(0, 0), Request(1 << 21), side, side)
@@ -125,20 +125,20 @@ def test_payloads_beyond_64_bits_are_exact() -> None:
     assert plan.payload_bytes(Request(MAX_TOKENS)) == exact > 1 << 64
 
 
-# ---------------------------------------------------------------- how much is too much
+# ---------------------------------------------------------------- limits on work
 
 
 @pytest.mark.parametrize(
     ("request_", "page"),
     [(Request(1_000_000_000), 1), (Request(MAX_TOKENS), 16), (Request(MAX_TOKENS, 1), 8)],
 )
-def test_an_estimate_over_too_many_pages_is_refused_at_once(request_: Request, page: int) -> None:
+def test_estimate_over_too_many_pages_is_refused(request_: Request, page: int) -> None:
     plan = reshard(Layout(SPEC), Layout(SPEC, page_tokens=page))
     with pytest.raises(InputError, match="larger page or fewer tokens"):
         estimate(plan, request_, PRESETS["nixl-host"])
 
 
-def test_a_long_request_that_is_nearly_cached_costs_what_is_left() -> None:
+def test_estimate_of_a_nearly_cached_request_visits_few_pages() -> None:
     plan = reshard(Layout(SPEC, page_tokens=1), Layout(SPEC, page_tokens=1))
     costs = estimate(plan, Request(MAX_TOKENS, MAX_TOKENS - 5), PRESETS["nixl-host"])
     assert costs.num_bytes == 5 * SPEC.payload_bytes(1)
@@ -157,12 +157,12 @@ def test_token_classes_have_a_limit() -> None:
 
 
 def counted(work: Callable[[], object]) -> int:
-    """How often a whole side's shards were worked out."""
+    """Number of times that all shards of a side were computed."""
     calls = 0
 
     def look(frame: FrameType, event: str, _: object) -> None:
         nonlocal calls
-        calls += event == "call" and frame.f_code is Parallel.shards.__code__
+        calls += event == "call" and frame.f_code is Layout.shards.__code__
 
     before = sys.getprofile()
     sys.setprofile(look)
@@ -173,7 +173,7 @@ def counted(work: Callable[[], object]) -> int:
     return calls
 
 
-def test_an_estimate_works_out_each_side_once() -> None:
+def test_estimate_computes_the_shards_of_each_side_once() -> None:
     spec = attention(layers=8, kv_heads=64, head_dim=1)
     plan = reshard(Layout(spec, Parallel(tp=64, pp=8)), Layout(spec, Parallel(tp=32, pp=4)))
     work = lambda: estimate(plan, Request(64), PRESETS["nixl-host"])  # noqa: E731

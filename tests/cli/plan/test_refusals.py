@@ -1,4 +1,4 @@
-"""What ``kvferry plan`` says to mistakes, and to what cannot work."""
+"""Tests of what ``kvferry plan`` refuses: incompatible sides and bad input."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from running import SHAPE, document, plan
         (f"--prefill tp=1 --decode tp=1,dtype=fp8 {SHAPE}", "dtype-differs"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_a_reason(
+def test_incompatible_sides_are_refused_with_a_reason(
     capsys: pytest.CaptureFixture[str], words: str, code: str
 ) -> None:
     got = document(capsys, words, status=3)
@@ -37,7 +37,7 @@ def test_what_does_not_fit_is_refused_with_a_reason(
 
 
 def reasons(capsys: pytest.CaptureFixture[str], words: str) -> list[tuple[str, str]]:
-    """Of each reason its code, and whom it concerns."""
+    """Return the code of each reason, and the side that it names."""
     got = document(capsys, words, status=3)["reasons"]
     assert all("prefill: " not in r["message"][1:] for r in got)
     sides = ("prefill: ", "decode: ")
@@ -47,7 +47,7 @@ def reasons(capsys: pytest.CaptureFixture[str], words: str) -> list[tuple[str, s
     ]
 
 
-def test_the_reasons_of_both_sides_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reasons_of_both_sides_are_reported_together(capsys: pytest.CaptureFixture[str]) -> None:
     tp, pp = "tp-does-not-fit-units", "pp-above-layers"
     assert reasons(capsys, f"--prefill tp=3,pp=65 --decode tp=12 {SHAPE}") == [
         (tp, "prefill: "),
@@ -55,7 +55,7 @@ def test_the_reasons_of_both_sides_are_told_at_once(capsys: pytest.CaptureFixtur
         (tp, "decode: "),
     ]
     assert reasons(capsys, f"--prefill tp=2 --decode pp=65 {SHAPE}") == [(pp, "decode: ")]
-    # What both sides suffer from is told once, and concerns no side.
+    # A reason of both sides is reported once, without a side.
     assert reasons(capsys, f"--prefill tp=3 --decode tp=3,pp=65 {SHAPE}") == [
         (tp, ""),
         (pp, "decode: "),
@@ -64,7 +64,7 @@ def test_the_reasons_of_both_sides_are_told_at_once(capsys: pytest.CaptureFixtur
     assert reasons(capsys, f"--prefill tp=3 --decode tp=2 {shape}") == [("no-units", "")]
 
 
-def test_a_side_that_cannot_be_does_not_hide_that_the_two_differ(
+def test_invalid_side_does_not_hide_a_mismatch(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert reasons(capsys, f"--prefill tp=3 --decode dtype=fp8 {SHAPE}") == [
@@ -74,11 +74,13 @@ def test_a_side_that_cannot_be_does_not_hide_that_the_two_differ(
     ]
 
 
-def test_the_heading_says_whether_it_is_the_pair(capsys: pytest.CaptureFixture[str]) -> None:
+def test_heading_tells_a_bad_side_from_a_mismatch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     _, one, _ = plan(capsys, f"--prefill tp=3 --decode tp=1 {SHAPE}")
     _, both, _ = plan(capsys, f"--prefill tp=1 --decode dtype=fp8 {SHAPE}")
     assert one.startswith("This can't work:\n  prefill: tp=3")
-    assert both.startswith("These two do not fit:\n  kv.k is bfloat16 at prefill")
+    assert both.startswith("The two sides do not fit:\n  kv.k is bfloat16 at prefill")
 
 
 def test_an_unknown_architecture_is_refused(
@@ -89,7 +91,7 @@ def test_an_unknown_architecture_is_refused(
     assert [reason["code"] for reason in got["reasons"]] == ["unknown-architecture"]
 
 
-# ---------------------------------------------------------------- mistakes: status 2
+# ---------------------------------------------------------------- bad input: status 2
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,7 @@ def test_bad_input_is_reported_in_one_sentence(
 
 @pytest.mark.parametrize("flag", ["--prefill", "--decode", "--svg", "--html", "--model", "--dtype"])
 @pytest.mark.parametrize("empty", ["", " "])
-def test_an_empty_word_is_a_mistake(
+def test_empty_argument_is_refused(
     capsys: pytest.CaptureFixture[str], flag: str, empty: str
 ) -> None:
     words = ["--prefill", "tp=1", "--decode", "tp=1", *SHAPE.split(), flag, empty]
@@ -181,16 +183,14 @@ def test_an_empty_word_is_a_mistake(
         ["--prefill", "tp=1", "--svg", "x" * 5000],
     ],
 )
-def test_long_words_are_not_echoed_in_full(
-    capsys: pytest.CaptureFixture[str], words: list[str]
-) -> None:
+def test_long_arguments_are_shortened(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     shape = [] if "--model" in words else SHAPE.split()
     status, _, err = plan(capsys, [*words, "--decode", "tp=1", *shape])
     assert status == 2
     assert len(err) < 700
 
 
-def test_words_that_are_no_text_are_told_as_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_undecodable_path_is_reported_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--prefill", "tp=1", "--decode", "tp=1", "--model", "/\udcff\nx", "--json"]
     status, out, err = plan(capsys, words)
     assert status == 2
@@ -198,13 +198,13 @@ def test_words_that_are_no_text_are_told_as_json_too(capsys: pytest.CaptureFixtu
     assert "cannot read" in json.loads(out)["error"]
 
 
-def test_a_pipe_is_no_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_pipe_is_not_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     status, _, err = plan(capsys, f"--prefill tp=1 --decode tp=1 --model {tmp_path / 'pipe'}")
     assert (status, "not a file" in err) == (2, True)
 
 
-def test_a_large_file_is_no_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_large_file_is_not_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with (tmp_path / "config.json").open("wb") as file:
         file.truncate(1 << 40)
     status, _, err = plan(capsys, f"--prefill tp=1 --decode tp=1 --model {tmp_path}")
@@ -212,7 +212,7 @@ def test_a_large_file_is_no_model(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{", "\xff\xfe", "nan", "[" * 100000])
-def test_a_file_that_is_no_config_is_bad_input(
+def test_file_without_a_config_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str
 ) -> None:
     file = tmp_path / "config.json"

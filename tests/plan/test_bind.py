@@ -1,4 +1,4 @@
-"""Bindings on real arrays: every owed byte in place, and not one byte elsewhere."""
+"""Tests of bindings on real arrays: every byte of the request is copied, and no other byte."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from kvferry.layout import (
     attention,
 )
 from kvferry.plan import (
+    PagedView,
     PageTable,
     Plan,
     RankPair,
     Request,
-    Side,
     StagingView,
     bind,
     contiguous_pools,
@@ -75,7 +75,7 @@ def test_any_layout_to_any_layout(
 
 @settings(max_examples=60, deadline=None)
 @given(pairs(), st.integers(1, MAX_TOKENS), st.integers(0, 9))
-def test_there_and_back_restores_every_byte(
+def test_round_trip_restores_every_byte(
     pair: tuple[Layout, Layout], tokens: int, seed: int
 ) -> None:
     there, back = reshard(*pair), reshard(pair[1], pair[0])
@@ -132,7 +132,7 @@ def test_chunks_add_up_to_the_request(
 
 def two_sides(
     source: Layout, target: Layout, tokens: int, neighbours: bool = False
-) -> tuple[Plan, Side, Side]:
+) -> tuple[Plan, PagedView, PagedView]:
     plan = reshard(source, target)
     rng = np.random.default_rng(0)
     sides = []
@@ -149,7 +149,7 @@ def spec8() -> CacheSpec:
     return attention(layers=2, kv_heads=8, head_dim=4)
 
 
-def count(plan: Plan, source: Side, target: Side, tokens: int) -> tuple[int, int, bool]:
+def count(plan: Plan, source: PagedView, target: PagedView, tokens: int) -> tuple[int, int, bool]:
     binding = bind(plan, RankPair(0, 0), Request(tokens), source, target)
     return binding.num_pieces, binding.merged().num_pieces, binding.contiguous
 
@@ -185,8 +185,8 @@ def test_pieces_per_tensor(source: Layout, target: Layout, pieces: int, contiguo
 
 
 @pytest.mark.parametrize("tokens", [5, 50, 64])
-def test_a_partial_page_does_not_close_the_runs_path(tokens: int) -> None:
-    """Its heads lie apart in HND; the full pages before it are one piece each."""
+def test_partial_page_keeps_runs_open(tokens: int) -> None:
+    """In HND a partial page has a piece for each head, a full page a single piece."""
     partial, full = tokens % 16 and 1, tokens // 16
     for source, target, apart in ((hnd(), hnd(), 8), (Layout(spec8()), Layout(spec8()), 1)):
         plan, ours, theirs = two_sides(source, target, tokens)
@@ -194,7 +194,7 @@ def test_a_partial_page_does_not_close_the_runs_path(tokens: int) -> None:
         assert count(plan, ours, theirs, tokens)[::2] == (pieces, True)
 
 
-def test_the_runs_path_is_closed_where_no_full_page_is_one_piece() -> None:
+def test_runs_is_closed_if_a_full_page_is_several_pieces() -> None:
     for source, target in ((hnd(), hnd(page_tokens=64)), (Layout(spec8()), hnd())):
         plan, ours, theirs = two_sides(source, target, 50)
         assert not count(plan, ours, theirs, 50)[2]
@@ -215,7 +215,7 @@ def test_equal_pages_that_begin_at_different_tokens_never_fill(
 
 
 def test_only_some_moves_of_a_pair_can_be_bound() -> None:
-    """Two replicas take turns where others cut the layers, so the pair has two moves."""
+    """Two replicas alternate where others cut the layers, so the pair has two moves."""
     spec, request, pair = attention(layers=4, kv_heads=2, head_dim=4), Request(64), RankPair(0, 0)
     whole = Shard("kv", Span(0, 4), Span(0, 2))
     mine = replace(whole, units=Span(0, 1))
@@ -229,7 +229,7 @@ def test_only_some_moves_of_a_pair_can_be_bound() -> None:
     assert str(binding) == str(bind(plan, pair, request, ours, theirs))
 
 
-def test_neighbouring_pages_merge_into_one_run() -> None:
+def test_adjacent_pages_merge_into_one_run() -> None:
     plan, ours, theirs = two_sides(Layout(spec8()), Layout(spec8()), 64, neighbours=True)
     assert count(plan, ours, theirs, 64) == (4 * TENSORS, TENSORS, True)
 
@@ -240,7 +240,7 @@ def test_a_partial_last_page_stays_partial() -> None:
     assert sorted(set(lengths.tolist())) == [2 * 8 * 4 * 2, 16 * 8 * 4 * 2]
 
 
-def test_nothing_is_bound_between_strangers_or_for_a_cached_request() -> None:
+def test_unrelated_ranks_and_cached_requests_bind_nothing() -> None:
     plan, ours, theirs = two_sides(Layout(spec8(), Parallel(tp=2)), Layout(spec8()), 64)
     for pair, request in ((RankPair(7, 7), Request(64)), (RankPair(0, 0), Request(64, 64))):
         binding = bind(plan, pair, request, ours, theirs)
@@ -263,7 +263,7 @@ def bad(table: PageTable | None, where: str) -> str:
 
 
 @pytest.mark.parametrize("where", ["source", "target"])
-def test_pages_that_cannot_be_are_refused(where: str) -> None:
+def test_invalid_pages_are_refused(where: str) -> None:
     assert "page -8" in bad(PageTable([-8, 1, 2, 3]), where)
     assert "page 0 or 99" in bad(PageTable([0, 1, 2, 99]), where)
     assert "pass every page" in bad(PageTable([0, 1, 2]), where)
@@ -271,7 +271,7 @@ def test_pages_that_cannot_be_are_refused(where: str) -> None:
     assert "no page table" in bad(None, where)
 
 
-def test_a_target_page_named_twice_is_refused() -> None:
+def test_repeated_target_page_is_refused() -> None:
     assert "twice" in bad(PageTable([0, 1, 0, 3]), "target")
     assert "twice" in bad(PageTable([0, 1, 1, 3]), "target")
 
@@ -280,17 +280,17 @@ def test_a_target_page_named_twice_is_refused() -> None:
     ("table", "whole"), [([5, 5, 6, 7], True), ([5, 6, 6, 7], True), ([5, 6, 7, 8], False)]
 )
 @pytest.mark.parametrize("source", [0, 1])
-def test_a_target_page_named_twice_is_refused_also_with_strided_tokens(
+def test_repeated_target_page_is_refused_with_strided_tokens(
     source: int, table: list[int], whole: bool
 ) -> None:
-    """Source 1 begins inside each page, and must see that two of them are one."""
+    """Source 1 begins inside each page, and must detect that two pages are the same."""
     spec = attention(layers=1, kv_heads=1, head_dim=1)
     ours = Layout(spec, Parallel(cp=2), page_tokens=4)
     theirs = Layout(spec, page_tokens=4)
     plan = reshard(ours, theirs)
     sides = (
-        Side(contiguous_pools(ours, source, 8).map, {"kv": PageTable([0, 1])}),
-        Side(contiguous_pools(theirs, 0, 9).map, {"kv": PageTable(table)}),
+        PagedView(contiguous_pools(ours, source, 8).map, {"kv": PageTable([0, 1])}),
+        PagedView(contiguous_pools(theirs, 0, 9).map, {"kv": PageTable(table)}),
     )
     if not whole:
         assert bind(plan, RankPair(source, 0), Request(16), *sides).num_bytes == 8 * 4
@@ -299,12 +299,12 @@ def test_a_target_page_named_twice_is_refused_also_with_strided_tokens(
         bind(plan, RankPair(source, 0), Request(16), *sides)
 
 
-def test_a_page_table_is_flat() -> None:
+def test_page_table_must_be_flat() -> None:
     with pytest.raises(InputError, match="flat"):
         PageTable([[1, 2]])
 
 
-def test_the_image_is_dense_and_ordered() -> None:
+def test_staging_slot_is_dense_and_ordered() -> None:
     plan, ours, _ = two_sides(Layout(spec8()), Layout(spec8()), 64)
     pieces = bind(plan, RankPair(0, 0), Request(64), ours, StagingView()).descriptors()
     ends = np.sort(pieces.target_offset) + pieces.length[np.argsort(pieces.target_offset)]

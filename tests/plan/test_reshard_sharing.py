@@ -1,4 +1,4 @@
-"""Replicas share the work, and moves that belong together are joined."""
+"""Tests that replicas share the work, and that adjacent moves are joined."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kvferry.testing.strategies import pairs
 
 
 def weights(plan: Plan, group: Group) -> list[Fraction]:
-    """What each source carries of a group: layers × units × share of the tokens."""
+    """Return what each source sends of a group: layers × units × share of the tokens."""
     loads = [Fraction(0)] * plan.source.num_ranks
     for move in plan.moves:
         if move.group == group.name:
@@ -68,7 +68,7 @@ def test_equal_layouts_with_replicas_go_one_to_one() -> None:
     assert [(move.source, move.target) for move in plan.moves] == [(i, i) for i in range(8)]
 
 
-def test_with_too_few_layers_the_replicas_take_turns() -> None:
+def test_replicas_alternate_if_layers_are_few() -> None:
     spec = attention(layers=1, kv_heads=1, head_dim=1)
     plan = plan_of(spec, Parallel(tp=4), Parallel(cp=8))
     assert [move.source for move in plan.moves] == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -89,7 +89,7 @@ def test_state_rows_are_not_split_by_context_parallelism() -> None:
         (Parallel(tp=2), Parallel(cp=8), 3, 1),
     ],
 )
-def test_what_is_left_over_in_one_cell_is_made_up_for_in_the_next(
+def test_uneven_shares_of_one_cell_are_balanced_in_the_next(
     source: Parallel, target: Parallel, layers: int, heads: int
 ) -> None:
     spec = attention(layers=layers, kv_heads=heads, head_dim=1)
@@ -99,7 +99,7 @@ def test_what_is_left_over_in_one_cell_is_made_up_for_in_the_next(
 
 @settings(max_examples=300, deadline=None)
 @given(pairs())
-def test_sources_that_hold_the_same_differ_by_one_layer_of_one_cell(
+def test_equal_sources_differ_by_one_layer_of_one_cell(
     pair: tuple[Layout, Layout],
 ) -> None:
     plan = reshard(*pair)
@@ -125,7 +125,7 @@ def sparse(*layers: int) -> CacheSpec:
 
 
 def others_cut_at(layer: int, end: int) -> ExplicitSharding:
-    """Rank 0 holds unit 0 of everything; the others cut unit 1 at ``layer``."""
+    """Return a sharding in which rank 0 holds unit 0, and the others cut unit 1 at ``layer``."""
     return ExplicitSharding(
         (
             (Shard("kv", Span(0, end), Span(0, 1)),),
@@ -136,16 +136,16 @@ def others_cut_at(layer: int, end: int) -> ExplicitSharding:
 
 
 @pytest.mark.parametrize("layers", [(0, 1, 2, 3), (0, 3), (1, 3), (0, 2, 3)])
-def test_blocks_that_others_cut_apart_are_joined(layers: tuple[int, ...]) -> None:
-    """Also across layers that the group does not have."""
+def test_moves_cut_by_other_ranks_are_joined(layers: tuple[int, ...]) -> None:
+    """They are joined even across layers that the group does not have."""
     plan = plan_of(sparse(*layers), Parallel(), others_cut_at(2, 4))
     assert [move.target for move in plan.moves] == [0, 1, 2]
     assert plan.moves[0].layers == Span(layers[0], 4)
     assert_exactly_once(plan, Request(1))
 
 
-def test_blocks_with_another_sources_layers_between_them_are_not_joined() -> None:
-    """Two replicas take turns, so each has every other layer for the same target."""
+def test_moves_with_another_sources_layers_between_are_not_joined() -> None:
+    """Two replicas alternate, so each sends every other layer to the same target."""
     tensors = (Tensor("k", DType.INT8, 1),)
     spec = CacheSpec(4, (Group("kv", Paged(), (0, 1, 2, 3), 2, tensors),))
     plan = plan_of(spec, ExplicitSharding(((Shard("kv", Span(0, 4), Span(0, 2)),),) * 2),

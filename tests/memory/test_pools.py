@@ -1,4 +1,4 @@
-"""Pools as engines have them: each unit is found where the engine's own array has it."""
+"""Tests that units of an engine's pools are found where the engine's arrays have them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def numbered(*shape: int) -> NDArray[np.uint16]:
 
 
 def unit(memory: Memory, tensor: str, layer: int, at: tuple[int, int, int]) -> bytes:
-    """The bytes of one unit, by what the memory says of places."""
+    """Return the bytes of a unit at the address that the memory gives."""
     placement = memory.map.of("kv", tensor)
     (base,) = placement.bases_of((layer,))
     strides = (placement.page_stride, placement.token_stride, placement.unit_stride)
@@ -40,8 +40,8 @@ def unit(memory: Memory, tensor: str, layer: int, at: tuple[int, int, int]) -> b
     return ctypes.string_at(region.address + offset, size)
 
 
-def demand_found(memory: Memory, arrays: dict[str, list[Any]], *, units_first: bool) -> None:
-    """Arrays of ``[pages, tokens, units, ...]``, or units first, as numpy sees them."""
+def assert_found(memory: Memory, arrays: dict[str, list[Any]], *, units_first: bool) -> None:
+    """Compare every unit with arrays of ``[pages, tokens, units, ...]``, or units first."""
     for tensor, layers in arrays.items():
         for layer, array in enumerate(layers):
             for page, token, head in np.ndindex(PAGES, TOKENS, HEADS):
@@ -58,7 +58,7 @@ def test_one_array_for_each_layer(order: Order) -> None:
         "v": [numbered(PAGES, *middle, 5) + 5000 * layer for layer in range(2)],
     }
     memory = Memory.of(layout(SPEC, TOKENS, order), 0, {"kv": arrays})
-    demand_found(memory, arrays, units_first=order is Order.HND)
+    assert_found(memory, arrays, units_first=order is Order.HND)
     assert len(memory.regions) == 4
     assert memory.device == HOST
 
@@ -66,10 +66,10 @@ def test_one_array_for_each_layer(order: Order) -> None:
 def test_one_array_for_all_layers() -> None:
     k, v = numbered(2, PAGES, TOKENS, HEADS, 6), numbered(2, PAGES, TOKENS, HEADS, 5)
     memory = Memory.of(NHD, 0, {"kv": {"k": k, "v": v}})
-    demand_found(memory, {"k": list(k), "v": list(v)}, units_first=False)
+    assert_found(memory, {"k": list(k), "v": list(v)}, units_first=False)
 
 
-def test_layers_by_their_numbers() -> None:
+def test_arrays_by_layer_number() -> None:
     staged = layout(SPEC, TOKENS, pp=2)
     k, v = numbered(PAGES, TOKENS, HEADS, 6), numbered(PAGES, TOKENS, HEADS, 5)
     memory = Memory.of(staged, 1, {"kv": {"k": {0: None, 1: k}, "v": {1: v}}})
@@ -80,7 +80,7 @@ def test_layers_by_their_numbers() -> None:
 
 @pytest.mark.parametrize("packed_first", [True, False])
 def test_keys_and_values_in_one_tensor_are_one_region(packed_first: bool) -> None:
-    """As engines pack them: K and V before the pages, or inside each page."""
+    """Engines pack K and V before the pages, or inside each page."""
     spec = attention(layers=1, kv_heads=HEADS, head_dim=6)
     if packed_first:
         whole = numbered(2, PAGES, TOKENS, HEADS, 6)
@@ -111,7 +111,7 @@ def test_torch_tensors_of_any_type_and_stride() -> None:
         assert unit(memory, "k", 0, (page, token, head)) == expected
 
 
-def test_one_unit_needs_no_axis() -> None:
+def test_single_unit_needs_no_axis() -> None:
     pages = 5
     latent = [np.zeros((pages, TOKENS, 72), dtype=np.uint16) for _ in range(3)]
     # With an axis it is as good.
@@ -158,7 +158,7 @@ def test_raw_pointers() -> None:
 
 def test_pools_on_two_devices_are_refused() -> None:
     memory = Memory.at(PoolMap(()), [(4096, 1), (4096, 1, "cuda:0")])
-    with pytest.raises(InputError, match="several devices; use one endpoint each"):
+    with pytest.raises(InputError, match="several devices; use an endpoint for each device"):
         memory.device  # noqa: B018 - it is the reading that is refused
 
 
@@ -173,31 +173,29 @@ V = numbered(PAGES, TOKENS, HEADS, 5)
         (NHD, {"kv": {"k": [K, K]}}, r"no pool for kv\.v"),
         (NHD, {"kv": {"k": [K], "v": [V]}}, r"kv\.k has 1 arrays, but this rank holds 2 layers"),
         (NHD, {"kv": {"k": [K, V], "v": [V, V]}}, r"kv\.k of layer 1 has shape \[3, 4, 4, 5\]"),
-        (NHD, {"kv": {"k": [K[:, :3]] * 2, "v": [V, V]}}, r"asks for \[pages, 4, 4, ...\], 12 b"),
+        (NHD, {"kv": {"k": [K[:, :3]] * 2, "v": [V, V]}}, r"needs \[pages, 4, 4, ...\], 12 b"),
         (NHD, {"kv": {"k": [K[..., ::-1]] * 2, "v": [V, V]}}, r"shape"),
         (NHD, {"kv": {"k": [numbered(PAGES, TOKENS, HEADS, 12)[..., ::2]] * 2}}, r"gaps inside a"),
-        (NHD, {"kv": {"k": [K, K[:2]], "v": [V, V]}}, r"in layer 1 than in layer 0"),
+        (NHD, {"kv": {"k": [K, K[:2]], "v": [V, V]}}, r"in layers 1 and 0"),
         (NHD, {"kv": {"k": [K.tolist()] * 2, "v": [V, V]}}, r"not list; for raw pointers"),
         (HND, {"kv": {"k": [numbered(PAGES, 5, HEADS, 6)] * 2, "v": [V, V]}}, r"pages, 4, 4"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_a_sentence(
-    its: Layout, pools: dict[str, Any], problem: str
-) -> None:
+def test_invalid_arrays_are_refused(its: Layout, pools: dict[str, Any], problem: str) -> None:
     with pytest.raises(InputError, match=problem):
         Memory.of(its, 0, pools)
 
 
-def test_dense_pools_from_an_allocator() -> None:
+def test_allocated_pools_are_dense() -> None:
     memory = Memory.allocate(NHD, 0, 8, lambda size: np.zeros(size, dtype=np.uint8))
     assert sum(region.num_bytes for region in memory.regions) == 8 * TOKENS * SPEC.payload_bytes(1)
     assert {p.num_pages for p in memory.map.placements} == {8}
 
 
-def test_dtypes_do_not_matter_but_their_widths_do() -> None:
+def test_only_the_width_of_a_dtype_matters() -> None:
     spec = attention(layers=1, kv_heads=1, head_dim=8, dtype=DType.FLOAT8_E4M3)
     good = np.zeros((PAGES, TOKENS, 1, 8), dtype=np.uint8)
     Memory.of(layout(spec, TOKENS), 0, {"kv": {"k": [good], "v": [good]}})
     wide = good.astype(np.uint16)
-    with pytest.raises(InputError, match="8 bytes a unit"):
+    with pytest.raises(InputError, match="8 bytes per unit"):
         Memory.of(layout(spec, TOKENS), 0, {"kv": {"k": [wide], "v": [good]}})

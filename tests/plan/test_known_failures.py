@@ -1,4 +1,4 @@
-"""Geometry that others got wrong, by name: G1 to G10 of our list of known failures."""
+"""Geometry bugs of other systems, G1 to G10 in the list of known failures."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from kvferry.layout import (
 )
 from kvferry.plan import (
     Base,
+    PagedView,
     PageTable,
     Placement,
     PoolMap,
     RankPair,
     Request,
-    Side,
     bind,
     check,
     reshard,
@@ -36,7 +36,7 @@ from kvferry.plan import (
 
 
 def assert_bytes(source: Layout, target: Layout, request: Request) -> None:
-    """The whole way, on every path: plan, prove, bind, copy, compare all memory."""
+    """Plan, check, bind, copy in every mode, and compare all memory."""
     plan = reshard(source, target)
     check(plan)
     assert_exactly_once(plan, request)
@@ -111,7 +111,7 @@ def test_g5_k_and_v_head_dims_differ(source: int, target: int) -> None:
 
 
 def test_g6_offsets_are_64_bit() -> None:
-    """2M tokens times 160 buffers in one region: offsets far beyond 32 bits, exact."""
+    """2M tokens times 160 buffers in one region have exact offsets far beyond 32 bits."""
     spec = attention(layers=80, kv_heads=8, head_dim=128)
     layout = Layout(spec, page_tokens=64)
     num_pages, page = (1 << 21) // 64, 64 * 8 * 256
@@ -123,7 +123,7 @@ def test_g6_offsets_are_64_bit() -> None:
 
     pools = PoolMap((placement("k", 0), placement("v", 1)))
     table = PageTable([num_pages - 1, 0])
-    side = Side(pools, {"kv": table})
+    side = PagedView(pools, {"kv": table})
     pieces = bind(reshard(layout, layout), RankPair(0, 0), Request(128), side, side).descriptors()
     exact = {
         (2 * n + first) * layer_bytes + p * page
@@ -151,7 +151,7 @@ def test_g8_page_orders_differ(source: int, target: int, ours: str, theirs: str)
     assert_bytes(one, two, Request(13, 3))
 
 
-def test_g9_no_two_sources_ever_write_the_same_target_byte() -> None:
+def test_g9_no_two_sources_write_the_same_target_byte() -> None:
     state = Group("s", StateRow(), (0, 1, 2, 3), 2, (Tensor("s", DType.FLOAT32, 3),))
     kv = Group("kv", Paged(), (0, 1, 2, 3), 2, (Tensor("k", DType.BFLOAT16, 2),))
     spec = CacheSpec(4, (kv, state))
@@ -170,7 +170,7 @@ def test_g9_no_two_sources_ever_write_the_same_target_byte() -> None:
 
 
 @pytest.mark.parametrize("target_dtype", [DType.FLOAT8_E4M3, DType.FLOAT16])
-def test_g10_dtypes_differ_is_refused_even_at_equal_width(target_dtype: DType) -> None:
+def test_g10_different_dtypes_are_refused_even_at_equal_width(target_dtype: DType) -> None:
     ours = attention(layers=2, kv_heads=2, head_dim=2, dtype=DType.BFLOAT16)
     theirs = attention(layers=2, kv_heads=2, head_dim=2, dtype=target_dtype)
     codes = {reason.code for reason in mismatches(ours, theirs)}

@@ -1,4 +1,4 @@
-"""Page tables as engines give them, and which pages of a failed room must not be used."""
+"""Tests of page tables as engines give them: at once or chunk by chunk."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import pytest
 import torch
 from endpoint.fleets import HEADS, HYBRID, layout
 
-from kvferry.endpoint.incoming import pages_of
 from kvferry.errors import InputError
 from kvferry.layout.intervals import Span
 from kvferry.layout.layout import Layout
 from kvferry.memory.page_tables import (
     UNKNOWN,
+    PageHistory,
     Pages,
     PageTableBuilder,
     PageTableValidator,
-    TableReach,
 )
 from kvferry.plan.places import contiguous_pools
-from kvferry.plan.plan import Block, Request
+from kvferry.plan.plan import Request
 from kvferry.protocol.messages import MAX_PAGES, PageTableMessage
 
 NUM_PAGES = 20
@@ -45,13 +44,13 @@ def validator(its: Layout = PLAIN, rank: int = 0, num_pages: int = NUM_PAGES) ->
         {"kv": np.array([7, 3, 11]), "more": [1]},
     ],
 )
-def test_pages_in_any_order_and_of_any_type(pages: Pages) -> None:
+def test_pages_of_any_order_and_type(pages: Pages) -> None:
     (table,) = validator().tables(Request(10), pages, None)
     assert table == PageTableMessage("kv", (7, 3, 11), 0)
     assert {type(page) for page in table.pages} == {int}
 
 
-def test_pages_of_the_whole_request_or_only_those_to_be_filled() -> None:
+def test_all_pages_or_only_those_to_fill() -> None:
     # 18 tokens are five pages; the first 9 are cached, so two pages need nothing.
     request = Request(18, prefix=9)
     assert validator().tables(request, [5, 6, 7, 8, 9], None)[0] == PageTableMessage(
@@ -60,15 +59,15 @@ def test_pages_of_the_whole_request_or_only_those_to_be_filled() -> None:
     assert validator().tables(request, [7, 8, 9], None)[0] == PageTableMessage("kv", (7, 8, 9), 2)
     # An engine may have set more aside for what is to be decoded.
     assert validator().tables(request, [5, 6, 7, 8, 9, 0], None)[0].first_page == 0
-    with pytest.raises(InputError, match="given 4 pages; give all 5 of the request, or just the 3"):
+    with pytest.raises(InputError, match="given 4 pages; give all 5 of the request, or only the 3"):
         validator().tables(request, [5, 6, 7, 8], None)
 
 
-def test_a_request_that_is_all_cached_needs_no_page() -> None:
+def test_fully_cached_request_needs_no_pages() -> None:
     assert validator().tables(Request(8, prefix=8), [], None)[0].pages == ()
 
 
-def test_a_rank_of_context_parallelism_counts_its_own_tokens() -> None:
+def test_context_parallel_rank_counts_its_own_tokens() -> None:
     # Every second token: 5 of 10 here, so two pages.
     split = layout(HEADS, 4, cp=2)
     assert validator(split, 1).tables(Request(10), [3, 4], None)[0].pages == (3, 4)
@@ -95,23 +94,23 @@ def test_state_rows_and_windows() -> None:
         ([1, 2, 1], 0, "names a page twice"),
         ([1, 2, 20], 0, r"its pool has pages 0\.\.19"),
         ([-1, 2, 3], 0, r"names page -1 or 3"),
-        ([1.0, 2.0, 3.0], 0, "are whole numbers in a flat list"),
-        ([[1, 2, 3]], 0, "are whole numbers in a flat list"),
-        ("abc", 0, "are whole numbers in a flat list"),
-        (5, 0, "are whole numbers in a flat list"),
-        (None, 0, "are whole numbers in a flat list"),
+        ([1.0, 2.0, 3.0], 0, "must be whole numbers in a flat list"),
+        ([[1, 2, 3]], 0, "must be whole numbers in a flat list"),
+        ("abc", 0, "must be whole numbers in a flat list"),
+        (5, 0, "must be whole numbers in a flat list"),
+        (None, 0, "must be whole numbers in a flat list"),
         ({"near": [1, 2, 3]}, 0, "group 'full' has no pages; pass them as pages="),
         ([1, 2, 3], None, "group 'conv' holds state; pass the request's row as states="),
         ([1, 2, 3], {"conv": 1}, "group 'ssm' holds state"),
         ([1, 2, 3], 6, r"its pool has pages 0\.\.5"),
     ],
 )
-def test_bad_tables_are_refused_in_a_sentence(pages: Pages, rows: int | None, problem: str) -> None:
+def test_invalid_tables_are_refused(pages: Pages, rows: int | None, problem: str) -> None:
     with pytest.raises(InputError, match=problem):
         validator(layout(HYBRID, 4)).tables(Request(12), pages, rows)
 
 
-def test_more_pages_than_a_frame_holds_are_refused_before_they_are_sent() -> None:
+def test_number_of_pages_is_limited() -> None:
     its = layout(HEADS, 1)
     many = range(MAX_PAGES + 1)
     with pytest.raises(InputError, match="use larger pages"):
@@ -121,7 +120,7 @@ def test_more_pages_than_a_frame_holds_are_refused_before_they_are_sent() -> Non
 # ---------------------------------------------------------------- chunk by chunk
 
 
-def test_chunks_name_the_pages_that_they_touch() -> None:
+def test_chunk_has_the_pages_it_touches() -> None:
     its, growing = validator(), PageTableBuilder()
     for tokens, pages in [((0, 6), [4, 9]), ((6, 7), [9]), ((7, 13), [9, 2, 0])]:
         growing.add(its.chunk(Span(*tokens), pages))
@@ -132,8 +131,8 @@ def test_chunks_name_the_pages_that_they_touch() -> None:
     assert growing.tables()["kv"].pages.tolist() == [4, 9, 2, 0]
 
 
-def test_a_windows_dropped_pages_are_named_as_such() -> None:
-    """Only a window's: what every token is kept of has every page."""
+def test_window_pages_may_be_dropped() -> None:
+    """Only windows have dropped pages. Other groups need every page."""
     its = validator(layout(HYBRID, 4))
     pages: Pages = {"full": [1, 2, 3], "near": [None, None, 3]}
     assert its.chunk(Span(0, 12), pages)["near"] == (0, (UNKNOWN, UNKNOWN, 3))
@@ -143,7 +142,7 @@ def test_a_windows_dropped_pages_are_named_as_such() -> None:
         its.chunk(Span(0, 12), {"full": [1, 2, 3], "near": [UNKNOWN, 2, 3]})
 
 
-def test_chunks_may_begin_behind_what_decode_has_cached() -> None:
+def test_chunks_may_begin_after_a_cached_prefix() -> None:
     its, growing = validator(), PageTableBuilder()
     growing.add(its.chunk(Span(8, 12), [3]))
     growing.add(its.chunk(Span(12, 14), [1]))
@@ -152,7 +151,7 @@ def test_chunks_may_begin_behind_what_decode_has_cached() -> None:
 
 
 def test_chunks_in_any_order() -> None:
-    its, reach, growing = validator(), TableReach(), PageTableBuilder()
+    its, reach, growing = validator(), PageHistory(), PageTableBuilder()
     for span, pages in [(Span(8, 12), [3]), (Span(16, 18), [5]), (Span(2, 6), [7, 0])]:
         chunk = its.chunk(span, pages)
         reach.extend(chunk)
@@ -161,12 +160,12 @@ def test_chunks_in_any_order() -> None:
     assert (table.pages.tolist(), table.first_page) == ([7, 0, 3, UNKNOWN, 5], 0)
     growing.add(its.chunk(Span(12, 16), [9]))
     assert growing.tables()["kv"].pages.tolist() == [7, 0, 3, 9, 5]
-    with pytest.raises(InputError, match="touch 2 pages of group 'kv', and 1 were given"):
+    with pytest.raises(InputError, match="touch 2 pages of group 'kv', but 1 were given"):
         its.chunk(Span(7, 9), [3])
 
 
-def test_the_same_tokens_of_other_layers_are_in_the_same_pages() -> None:
-    its, reach, growing = validator(), TableReach(), PageTableBuilder()
+def test_layers_share_the_pages_of_a_token() -> None:
+    its, reach, growing = validator(), PageHistory(), PageTableBuilder()
     for layers in (Span(2, 3), Span(0, 1)):
         chunk = its.chunk(Span(4, 12), [3, 5], layers)
         reach.extend(chunk)
@@ -175,14 +174,14 @@ def test_the_same_tokens_of_other_layers_are_in_the_same_pages() -> None:
     # Bindings are found again by the table, so what is no news must not make another.
     assert growing.tables()["kv"] is table
     for span, pages in [(Span(4, 8), [5]), (Span(0, 5), [1, 2]), (Span(11, 13), [6, 7])]:
-        with pytest.raises(InputError, match="names other pages for tokens that had some before"):
+        with pytest.raises(InputError, match="names other pages than before for the same tokens"):
             reach.extend(its.chunk(span, pages))
     reach.extend(its.chunk(Span(11, 13), [5, 7]))
     with pytest.raises(InputError, match="too far apart"):
         reach.extend(its.chunk(Span(1 << 30, (1 << 30) + 1), [1]))
 
 
-def test_what_is_named_again_is_the_same_object_and_all_else_is_checked() -> None:
+def test_repeated_pages_are_returned_unchecked() -> None:
     made, tokens, pages = validator(), Span(0, 8), [3, 4]
     first = made.chunk(tokens, pages)
     again = made.chunk(tokens, pages, Span(0, 1), first)
@@ -191,14 +190,14 @@ def test_what_is_named_again_is_the_same_object_and_all_else_is_checked() -> Non
     pages[1] = NUM_PAGES
     with pytest.raises(InputError, match=f"page 3 or {NUM_PAGES}"):
         made.chunk(tokens, pages, Span(1, 2), first)
-    with pytest.raises(InputError, match=r"3 pages .* and 2 were given"):
+    with pytest.raises(InputError, match=r"3 pages .* but 2 were given"):
         made.chunk(Span(0, 9), [3, 4], Span(1, 2), first)
     # The same pages for other tokens are another chunk.
     assert made.chunk(Span(8, 16), [3, 4], None, first) == {"kv": (2, (3, 4))}
 
 
-def test_other_pages_are_noticed_after_the_same_were_named_again() -> None:
-    known, grown = TableReach(), PageTableBuilder()
+def test_changed_pages_are_detected_after_repeated_ones() -> None:
+    known, grown = PageHistory(), PageTableBuilder()
     chunk, other = {"kv": (0, (3, 4))}, {"kv": (0, (3, 5))}
     for _ in range(2):
         known.extend(chunk)
@@ -215,7 +214,7 @@ def test_other_pages_are_noticed_after_the_same_were_named_again() -> None:
         known.extend(other)
 
 
-def test_pages_are_needed_of_groups_that_have_such_layers() -> None:
+def test_chunk_needs_pages_only_of_groups_with_its_layers() -> None:
     its = validator(layout(HYBRID, 4))
     assert its.chunk(Span(0, 4), {"full": [1]}, Span(0, 1)) == {"full": (0, (1,))}
     assert its.chunk(Span(0, 4), {"near": [2]}, Span(1, 3)) == {"near": (0, (2,))}
@@ -224,13 +223,13 @@ def test_pages_are_needed_of_groups_that_have_such_layers() -> None:
         its.chunk(Span(0, 4), {"near": [2]}, Span(1, 4))
 
 
-def test_a_chunk_without_a_token_of_this_rank() -> None:
+def test_chunk_without_tokens_of_this_rank() -> None:
     its, growing = validator(layout(HEADS, 4, cp=2), 1), PageTableBuilder()
     growing.add(its.chunk(Span(0, 1), []))
     assert growing.tables() == {}
 
 
-def test_rows_come_with_the_close() -> None:
+def test_state_rows_without_layers() -> None:
     its, growing = validator(layout(HYBRID, 4)), PageTableBuilder()
     growing.add_rows(its.rows({"conv": 1, "ssm": 5}))
     assert growing.tables()["ssm"].pages.tolist() == [5]
@@ -238,44 +237,10 @@ def test_rows_come_with_the_close() -> None:
         its.rows(None)
 
 
-def test_rows_come_with_their_layers_too() -> None:
+def test_state_rows_of_some_layers() -> None:
     its = validator(layout(HYBRID, 4))
     assert its.rows(4, Span(0, 1)) == {}
     assert its.rows(4, Span(0, 2)) == {"conv": 4}
     assert its.rows({"ssm": 5}, known={"conv": 4}) == {"conv": 4, "ssm": 5}
-    with pytest.raises(InputError, match="'conv' was given the row 3, and 4 before"):
+    with pytest.raises(InputError, match="'conv' was given row 3, but 4 before"):
         its.rows(3, known={"conv": 4})
-
-
-# ---------------------------------------------------------------- bad pages
-
-
-def lacking(group: str, first: int, end: int, layers: Span | None = None) -> Block:
-    return Block(group, layers or Span(0, 1), Span(first, end))
-
-
-def test_every_page_that_lacks_something_is_bad() -> None:
-    tables = (PageTableMessage("kv", (7, 3, 11, 5)),)
-    missing = [lacking("kv", 5, 6), lacking("kv", 11, 13, Span(2, 3))]
-    assert pages_of(PLAIN, 0, tables, missing) == {"kv": [3, 11, 5]}
-    assert pages_of(PLAIN, 0, tables, []) == {}
-
-
-def test_bad_pages_behind_a_prefix_and_with_state() -> None:
-    its = layout(HYBRID, 4)
-    tables = (
-        PageTableMessage("full", (8, 9), 2),
-        PageTableMessage("near", (1,), 3),
-        PageTableMessage("conv", (4,)),
-    )
-    missing = [lacking("full", 9, 10), lacking("conv", 15, 16, Span(1, 2))]
-    assert pages_of(its, 0, tables, missing) == {"full": [8], "conv": [4]}
-
-
-def test_bad_pages_of_one_rank_of_context_parallelism() -> None:
-    its = layout(HEADS, 4, cp=2)
-    tables = (PageTableMessage("kv", (6, 2)),)
-    # Tokens 1, 3, 5, 7 are on its first page, 9 on its second; 8 is another rank's.
-    assert pages_of(its, 1, tables, [lacking("kv", 7, 9)]) == {"kv": [6]}
-    assert pages_of(its, 1, tables, [lacking("kv", 8, 10)]) == {"kv": [2]}
-    assert pages_of(its, 1, tables, [lacking("kv", 8, 9)]) == {}

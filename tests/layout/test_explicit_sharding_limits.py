@@ -1,4 +1,4 @@
-"""Hostile or careless statements of ownership are refused quickly."""
+"""Tests that oversized explicit shardings are checked or refused quickly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def rows(count: int, layers: int) -> tuple[Shard, ...]:
     return tuple(Shard("kv", Span(n % layers, n % layers + 1), Span(0, 1)) for n in range(count))
 
 
-def test_many_holdings_of_one_rank_are_checked_in_order_and_not_in_pairs() -> None:
+def test_many_shards_of_one_rank_are_checked_quickly() -> None:
     # In pairs this would be two thousand million comparisons.
     with pytest.raises(Refused) as caught:
         Layout(SPEC, ExplicitSharding((rows(MAX_SHARDS, 4096),)))
@@ -25,12 +25,12 @@ def test_many_holdings_of_one_rank_are_checked_in_order_and_not_in_pairs() -> No
     assert Layout(SPEC, ExplicitSharding((rows(4096, 4096),))).num_ranks == 1
 
 
-def test_too_many_holdings_are_refused() -> None:
+def test_too_many_shards_are_refused() -> None:
     with pytest.raises(InputError, match="join neighbouring layers"):
         ExplicitSharding((rows(MAX_SHARDS + 1, 4096),))
 
 
-def test_a_plan_of_too_many_cells_is_refused_at_once() -> None:
+def test_plan_of_too_many_cells_is_refused() -> None:
     spec = attention(layers=512, kv_heads=512, head_dim=1)
     with pytest.raises(Refused) as caught:
         reshard(Layout(spec, Parallel(pp=512)), Layout(spec, Parallel(tp=512)))

@@ -1,4 +1,4 @@
-"""``kvferry plan`` as its users run it: documents, tables, pictures, mistakes."""
+"""Tests of ``kvferry plan``: the JSON document, tables and pictures."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from running import SHAPE, document, plan
 
 from kvferry.cli.main import main
 
-CONFIGS = Path(__file__).parents[1] / "data" / "configs"
+CONFIGS = Path(__file__).parents[2] / "data" / "configs"
 
 
-# ---------------------------------------------------------------- the page
+# ---------------------------------------------------------------- documentation
 
 
-PAGE = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "planning.md").read_text(encoding="utf-8")
 # A command, and its output in the same block or in the next one.
 SHOWN = re.findall(
     r"```console\n\$ kvferry (plan .*?)\n(?:\.\.\.|```\n\n```)\n(.*?)```", PAGE, re.DOTALL
@@ -27,7 +27,7 @@ SHOWN = re.findall(
 
 
 @pytest.mark.parametrize(("command", "lines"), SHOWN)
-def test_the_page_shows_what_is_printed(
+def test_docs_show_what_is_printed(
     command: str, lines: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(command.replace("\\\n", "").split()) == 0
@@ -36,14 +36,14 @@ def test_the_page_shows_what_is_printed(
     assert printed[-len(shown) :] == shown
 
 
-def test_the_page_shows_two_commands() -> None:
+def test_docs_show_two_commands() -> None:
     assert len(SHOWN) == 2
 
 
 # ---------------------------------------------------------------- the document
 
 
-def test_the_document_has_all_that_was_promised(capsys: pytest.CaptureFixture[str]) -> None:
+def test_document_has_all_keys(capsys: pytest.CaptureFixture[str]) -> None:
     words = f"--prefill tp=4 --decode tp=1,dp=4,page=16 {SHAPE} --dtype bfloat16 --tokens 8192"
     got = document(capsys, words)
     assert got["compatible"] is True
@@ -69,7 +69,7 @@ def test_the_document_has_all_that_was_promised(capsys: pytest.CaptureFixture[st
     assert not got["modes"]["runs"]["open"]
 
 
-def test_equal_sides_take_the_runs_path(capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_sides_use_runs(capsys: pytest.CaptureFixture[str]) -> None:
     apart = document(capsys, f"--prefill tp=2 --decode tp=2 {SHAPE} --tokens 256")
     beside = document(
         capsys, f"--prefill tp=2 --decode tp=2 {SHAPE} --tokens 256 --pages neighbours"
@@ -80,7 +80,7 @@ def test_equal_sides_take_the_runs_path(capsys: pytest.CaptureFixture[str]) -> N
     assert apart["digest"] == beside["digest"]
 
 
-def test_the_time_of_a_layer_tells_how_many_to_push(capsys: pytest.CaptureFixture[str]) -> None:
+def test_layer_time_gives_layers_per_push(capsys: pytest.CaptureFixture[str]) -> None:
     words = f"--prefill tp=4 --decode tp=8 {SHAPE} --tokens 4096 --cost-model rdma-400g"
     slow = document(capsys, f"{words} --layer-ms 2.5")["layers_per_push"]
     assert 1 <= slow["layers"] <= 16
@@ -93,13 +93,13 @@ def test_the_time_of_a_layer_tells_how_many_to_push(capsys: pytest.CaptureFixtur
     assert f"layers per push: {slow['layers']}, because sending" in capsys.readouterr().out
 
 
-def test_a_prefix_and_a_stride_show_in_the_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokens_show_prefix_and_stride(capsys: pytest.CaptureFixture[str]) -> None:
     got = document(capsys, f"--prefill cp=2 --decode prefix=7 {SHAPE} --tokens 20")
     assert [move["tokens"] for move in got["moves"]] == [[8, 19, 2], [7, 20, 2]]
     assert got["bytes"] == 13 * 64 * 8 * 512
 
 
-def test_a_request_that_is_cached_in_full_moves_nothing(
+def test_fully_cached_request_moves_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = f"--prefill tp=2 --decode prefix=20 {SHAPE} --tokens 20"
@@ -107,25 +107,23 @@ def test_a_request_that_is_cached_in_full_moves_nothing(
     assert (got["bytes"], got["moves"], got["compatible"]) == (0, [], True)
     status, out, _ = plan(capsys, words)
     assert status == 0
-    assert "Nothing travels" in out
+    assert "Nothing to move" in out
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("*.json")))
-def test_every_model_plans(capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_every_model_config_can_be_planned(capsys: pytest.CaptureFixture[str], name: str) -> None:
     words = f"--model {CONFIGS / name} --tokens 300 --prefill page=64 --decode pp=2,page=16"
     got = document(capsys, words)
     assert got["bytes"] > 0
     assert {move["target"] for move in got["moves"]} == {0, 1}
 
 
-def test_a_folder_with_a_config_is_a_model(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_model_may_be_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((CONFIGS / "llama-3.1-8b.json").read_bytes())
     assert document(capsys, f"--model {tmp_path} --prefill tp=2 --decode tp=1")["compatible"]
 
 
-def test_a_partial_page_leaves_the_runs_path_open(capsys: pytest.CaptureFixture[str]) -> None:
+def test_partial_page_keeps_runs_open(capsys: pytest.CaptureFixture[str]) -> None:
     words = f"--prefill tp=2,order=hnd --decode tp=2,order=hnd {SHAPE}"
     for tokens, pieces in ((4096, 256), (4100, 256 + 4), (3, 4)):
         got = document(capsys, f"{words} --tokens {tokens}")["modes"]["runs"]
@@ -133,7 +131,7 @@ def test_a_partial_page_leaves_the_runs_path_open(capsys: pytest.CaptureFixture[
         assert got["pieces"] == 2 * 64 * 2 * pieces
 
 
-def test_a_path_that_is_not_open_still_counts_its_pieces(
+def test_closed_mode_still_counts_its_pieces(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     got = document(capsys, f"--prefill tp=2 --decode tp=1 {SHAPE} --tokens 64")["modes"]
@@ -149,26 +147,26 @@ def test_bytes_are_exact_beyond_64_bits(capsys: pytest.CaptureFixture[str]) -> N
     assert {mode["bytes"] for mode in got["modes"].values()} == {got["bytes"]}
 
 
-def test_stages_say_how_many_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stages_imply_pp(capsys: pytest.CaptureFixture[str]) -> None:
     got = document(capsys, f"--prefill stages=1+63 --decode tp=1 {SHAPE}")
     assert [move["layers"] for move in got["moves"]] == [[0, 1], [1, 64]]
     assert got["prefill"].startswith("TP1·PP2")
 
 
-def test_the_state_dtype_can_be_stated(capsys: pytest.CaptureFixture[str]) -> None:
+def test_state_dtype_flag(capsys: pytest.CaptureFixture[str]) -> None:
     words = f"--prefill tp=2 --decode tp=1 --tokens 1 --model {CONFIGS / 'bamba-9b.json'}"
     wide, narrow = (document(capsys, words + more) for more in ("", " --state-dtype bf16"))
     assert wide["bytes"] - narrow["bytes"] == 29 * 128 * (64 * 128) * 2
 
 
-def test_large_plans_are_quick_enough_to_test(capsys: pytest.CaptureFixture[str]) -> None:
+def test_large_plans(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--prefill tp=64,pp=8 --decode tp=32,pp=4 --layers 128 --kv-heads 64 --head-dim 128"
     assert len(document(capsys, words)["moves"]) == 512
     words = "--prefill tp=4096 --decode tp=2048 --layers 64 --kv-heads 4096 --head-dim 128"
     assert len(document(capsys, words)["moves"]) == 4096
 
 
-def test_link_constants_change_the_choice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cost_model_changes_the_choice(capsys: pytest.CaptureFixture[str]) -> None:
     words = f"--prefill tp=2 --decode tp=1 {SHAPE} --tokens 64"
     free = document(capsys, f"{words} --cost-model nixl-host,descriptor_us=0.0001")
     assert document(capsys, words)["chosen"] == "staged"
@@ -177,10 +175,10 @@ def test_link_constants_change_the_choice(capsys: pytest.CaptureFixture[str]) ->
     assert document(capsys, f"{words} --mode slices")["chosen"] == "slices"
 
 
-# ---------------------------------------------------------------- for people
+# ---------------------------------------------------------------- tables
 
 
-def test_the_table_shows_who_sends_what(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_shows_moves(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = plan(capsys, f"--prefill tp=2,pp=2 --decode tp=1 {SHAPE}")
     assert status == 0
     assert "3 (pp1 tp1)" in out
@@ -188,7 +186,7 @@ def test_the_table_shows_who_sends_what(capsys: pytest.CaptureFixture[str]) -> N
     assert "exactly once" in out
 
 
-def test_long_plans_are_cut_and_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_table_counts_hidden_moves(capsys: pytest.CaptureFixture[str]) -> None:
     words = f"--prefill tp=8,pp=8 --decode tp=1 {SHAPE}"
     _, short, _ = plan(capsys, words)
     _, full, _ = plan(capsys, words + " --all")
@@ -207,7 +205,7 @@ def test_pictures_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert "<svg" in html.read_text()
 
 
-def test_the_installed_command_works_and_a_closed_pipe_ends_it_quietly() -> None:
+def test_closed_pipe_ends_the_command_quietly() -> None:
     command = [sys.executable, "-m", "kvferry", "plan", "--all", "--prefill", "tp=8,pp=64"]
     command += ["--decode", "tp=1", *SHAPE.split()]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

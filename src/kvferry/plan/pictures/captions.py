@@ -1,0 +1,120 @@
+"""The words of a picture: titles, labels, tooltips and table cells."""
+
+from __future__ import annotations
+
+from kvferry.layout.intervals import ALL_TOKENS, Span
+from kvferry.layout.layout import Layout, Shard
+from kvferry.layout.spec import Group
+from kvferry.plan.describe import kind_text, layers_text, span_text, tokens_text
+from kvferry.plan.plan import Move, Plan, Request
+from kvferry.plan.units import human_bytes
+
+TABLE_COLUMNS = ("group", "source", "target", "layers", "units", "tokens", "bytes", "share")
+
+
+def title(plan: Plan) -> str:
+    """Return the shardings of both sides: ``TP4 → TP1 × 4 replicas``."""
+    return " → ".join(
+        f"{layout.sharding}" + (f" × {layout.dp} replicas" if layout.dp > 1 else "")
+        for layout in (plan.source, plan.target)
+    )
+
+
+def subtitle(plan: Plan, request: Request, num_bytes: int, num_moves: int) -> str:
+    """Return the request and the plan in one line."""
+    parts = [plural(plan.spec.num_layers, "layer")]
+    if len(plan.spec.groups) == 1:
+        (group,) = plan.spec.groups
+        units = plural(group.units, unit_word(group))
+        parts.append(units if unit_word(group) == "head" else f"{shorten(group.name)} of {units}")
+    parts.append(plural(request.num_tokens, "token"))
+    if request.prefix:
+        parts.append(f"{request.prefix:,} of them cached")
+    parts.append(f"{human_bytes(num_bytes)} in {plural(num_moves, 'move')}")
+    parts.append(f"plan {plan.digest[:12]}")
+    return "  ·  ".join(parts)
+
+
+def heading(engine: str, layout: Layout) -> str:
+    """Return the heading of a column of ranks."""
+    parts = [f"1 of {layout.dp} replicas"] if layout.dp > 1 else []
+    parts += [plural(layout.num_ranks, "rank"), f"page {layout.page_tokens}", layout.order.upper()]
+    return f"{engine.capitalize()}: {', '.join(parts)}"
+
+
+def no_moves_text(plan: Plan, request: Request) -> str:
+    """Return why a picture has no bands."""
+    if not plan.moves:
+        return "This plan has no moves."
+    if request.num_tokens and request.prefix >= request.num_tokens:
+        return f"Nothing to move: decode has all {request.num_tokens:,} tokens cached."
+    return "Nothing to move for this request."
+
+
+def legend_text(group: Group, num_bytes: int) -> str:
+    """Return a group's shape, kind and size, for the legend."""
+    shape = f"{plural(group.units, unit_word(group))} × {plural(len(group.layers), 'layer')}"
+    return f"{shape}, {kind_text(group)}, {human_bytes(num_bytes)}"
+
+
+def shard_lines(group: Group, shards: tuple[Shard, ...]) -> list[str]:
+    """Return the lines beside a map: tokens, units and layers, as far as they are divided."""
+    tokens = shards[0].tokens
+    lines = [] if tokens == ALL_TOKENS else [f"tokens {tokens}"]
+    if group.units > 1:
+        lines.append(units_text(group, shards[0].units))
+    for shard in shards:
+        layers = group.layers_in(shard.layers)
+        span = span_text(group.layers_at(group.places_in(shard.layers)))
+        skips = len(layers) < layers[-1] - layers[0] + 1
+        one = len(layers) == 1
+        lines.append(f"{f'{len(layers)} of ' if skips else ''}layer{'' if one else 's'} {span}")
+    return [shorten(line, 18) for line in lines]
+
+
+def move_texts(
+    plan: Plan, move: Move, request: Request, num_bytes: int, total_bytes: int
+) -> tuple[str, ...]:
+    """Return one move as table cells, in the order of ``TABLE_COLUMNS``."""
+    group = plan.spec.group(move.group)
+    tokens = plan.tokens_of(move, request)
+    percent = 100 * num_bytes / total_bytes
+    return (
+        move.group,
+        f"prefill {move.source}",
+        f"decode {move.target}",
+        layers_text(group, move.layers),
+        units_text(group, move.units),
+        f"{tokens.num_tokens:,} ({tokens_text(tokens)})",
+        human_bytes(num_bytes),
+        f"{percent:.1f} %" if percent >= 0.05 else "<0.1 %",
+    )
+
+
+def move_tip(texts: tuple[str, ...]) -> str:
+    """Return the tooltip of a band, from the texts of its move."""
+    group, source, target, layers, units, tokens, size, share = texts
+    return (
+        f"{source} → {target}\ngroup {group}\nlayers {layers}\n{units}\n"
+        f"tokens {tokens}\n{size}, {share} of the total"
+    )
+
+
+def units_text(group: Group, units: Span) -> str:
+    """Return a span of units: ``heads 0-1``."""
+    return f"{unit_word(group)}{'' if len(units) == 1 else 's'} {span_text(units)}"
+
+
+def unit_word(group: Group) -> str:
+    """Return what to call a unit of a group."""
+    return "head" if {tensor.name for tensor in group.tensors} == {"k", "v"} else "unit"
+
+
+def plural(count: int, word: str) -> str:
+    """Return a count with its noun: ``1 move``, ``2,000 moves``."""
+    return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
+
+
+def shorten(text: str, limit: int = 24) -> str:
+    """Return ``text``, cut with an ellipsis if it is longer than ``limit``."""
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,0 +1,227 @@
+"""How page boundaries cut a move into segments, and segments into pieces.
+
+A segment is a stretch of tokens in one page on each side. Segments depend on the size of a request
+but not on its pages, so they are worked out once and cached; ``bind_pieces`` adds the pages.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from kvferry.errors import InputError
+from kvferry.layout.pages import LocalTokens
+from kvferry.plan.coalesce import Pieces, SegmentShape, Stride, pieces_of
+from kvferry.plan.places import Int64s, PageTable
+
+# Templates of short requests are cached: these sizes recur, and working a template out takes longer
+# than copying the bytes. Long requests seldom have the same size, and their templates are large.
+MAX_CACHED_TOKENS, MAX_CACHED_TEMPLATES = 2048, 128
+
+
+class _SegmentStarts(NamedTuple):
+    """Where segments begin at one end: pages after the first, and tokens inside the page.
+
+    ``one_per_page`` says that every page has exactly one segment.
+    """
+
+    page: Int64s
+    token: Int64s
+    one_per_page: bool
+
+
+class PageCut(NamedTuple):
+    """How one end of a move cuts its tokens into pages.
+
+    The tokens have the local indices ``first, first + advance, ...`` there, counted from the
+    page that holds the first of them. ``unit`` is the first of the move's units there.
+    """
+
+    page_tokens: int
+    first: int
+    advance: int
+    unit: int
+
+    def page_starts(self, num_tokens: int) -> Int64s:
+        """Return the indices of the move's tokens that are the first in a new page."""
+        if self.advance == 1:
+            return np.arange(-self.first % self.page_tokens or self.page_tokens, num_tokens,
+                             self.page_tokens, dtype=np.int64)  # fmt: skip
+        pages = np.arange(1, self._num_pages(num_tokens))
+        return -((self.first - pages * self.page_tokens) // self.advance)
+
+    def locate(self, starts: Int64s) -> _SegmentStarts:
+        """Return where the tokens with the indices ``starts`` are."""
+        page, token = np.divmod(self.first + starts * self.advance, self.page_tokens)
+        return _SegmentStarts(page, token, one_per_page=False)
+
+    def locate_pages(self, num_tokens: int) -> _SegmentStarts:
+        """Return where each page's first token is: ``locate`` without a division."""
+        num_pages = self._num_pages(num_tokens)
+        page = np.arange(num_pages, dtype=np.int64)
+        token = np.zeros(num_pages, dtype=np.int64)
+        token[0] = self.first
+        return _SegmentStarts(page, token, one_per_page=True)
+
+    def _num_pages(self, num_tokens: int) -> int:
+        # The first token is in page 0.
+        return LocalTokens(self.page_tokens, self.first, self.advance).pages(num_tokens).end
+
+    def cuts_like(self, other: PageCut) -> bool:
+        """Return whether both ends hold every token and begin pages at the same tokens."""
+        return (
+            self.advance == other.advance == 1
+            and self.page_tokens == other.page_tokens
+            and self.first == other.first
+        )
+
+
+class RequestPages(NamedTuple):
+    """One end's page table of a request, and the page of it in which a move begins."""
+
+    page: int
+    table: PageTable
+
+    def pages(self, starts: _SegmentStarts, group: str) -> Int64s:
+        """Return the page in the pool of each segment."""
+        last = int(starts.page[-1])
+        skip = self.page - self.table.first_page
+        if skip < 0 or self.page + last >= self.table.end_page:
+            raise InputError(
+                f"group {group!r} needs pages {self.page}..{self.page + last} of the request, "
+                f"but {self.table!r} was given; pass every page that the tokens touch"
+            )
+        if starts.one_per_page:
+            return self.table.pages[skip : skip + last + 1]
+        return self.table.pages[skip + starts.page]
+
+
+class PoolStrides(NamedTuple):
+    """A tensor's strides in bytes and its number of pages at one end."""
+
+    page_stride: int
+    token_stride: int
+    unit_stride: int
+    num_pages: int
+
+
+class TensorBlock(NamedTuple):
+    """What one tensor of one move carries in each layer: tokens of units of ``unit_bytes``."""
+
+    group: str
+    num_units: int
+    unit_bytes: int
+    num_tokens: int
+
+
+class PieceKey(NamedTuple):
+    """Everything that a tensor's pieces depend on, except pages and bases."""
+
+    block: TensorBlock
+    source: PageCut
+    target: PageCut
+    source_strides: PoolStrides
+    target_strides: PoolStrides
+
+
+class _PieceTemplate(NamedTuple):
+    """Pieces without their pages. The offsets of ``pieces`` count from the start of a page."""
+
+    source: _SegmentStarts
+    target: _SegmentStarts
+    pieces: Pieces
+
+
+def _make_template(key: PieceKey) -> _PieceTemplate:
+    block, source, target, from_, into = key
+    starts, target_starts, num_tokens = _segments(block.num_tokens, source, target)
+    shape = SegmentShape(
+        Stride(from_.token_stride * source.advance, into.token_stride * target.advance),
+        Stride(from_.unit_stride, into.unit_stride),
+        block.num_units,
+        block.unit_bytes,
+        _full_segment(source, target),
+    )
+    pieces = pieces_of(
+        starts.token * from_.token_stride + source.unit * from_.unit_stride,
+        target_starts.token * into.token_stride + target.unit * into.unit_stride,
+        num_tokens,
+        shape,
+    )
+    return _PieceTemplate(starts, target_starts, pieces)
+
+
+_cached_template = lru_cache(maxsize=MAX_CACHED_TEMPLATES)(_make_template)
+
+
+# Cached, because a request's layers are bound one push after another, and K and V usually have the
+# same strides: then they share one ``Pieces`` object. Page tables are compared by identity.
+@lru_cache(maxsize=32)
+def bind_pieces(key: PieceKey, source: RequestPages, target: RequestPages) -> Pieces:
+    """Return the pieces on these pages. Raises ``InputError`` if a page is wrong."""
+    block = key.block
+    cached = block.num_tokens <= MAX_CACHED_TOKENS
+    template = (_cached_template if cached else _make_template)(key)
+    source_pages = source.pages(template.source, block.group)
+    target_pages = target.pages(template.target, block.group)
+    _check_in_pool(block.group, source_pages, key.source_strides.num_pages)
+    _check_in_pool(block.group, target_pages, key.target_strides.num_pages)
+    _check_distinct(block.group, template.target.page, target_pages)
+    return Pieces(
+        source_pages * key.source_strides.page_stride + template.pieces.source,
+        target_pages * key.target_strides.page_stride + template.pieces.target,
+        *template.pieces[2:],
+    )
+
+
+def _check_in_pool(group: str, pages: Int64s, num_pages: int) -> None:
+    lowest, highest = (pages[0], pages[0]) if len(pages) == 1 else (pages.min(), pages.max())
+    if lowest < 0 or highest >= num_pages:
+        raise InputError(
+            f"group {group!r} names page {lowest} or {highest}, "
+            f"but its pool has pages 0..{num_pages - 1}"
+        )
+
+
+def _check_distinct(group: str, segment_page: Int64s, pages: Int64s) -> None:
+    """Refuse two pages of a request in one place, because they would overwrite each other."""
+    if len(segment_page) == 1 or segment_page[0] == segment_page[-1]:
+        return
+    first_in_page = np.empty(len(segment_page), dtype=np.bool_)
+    first_in_page[0], first_in_page[1:] = True, segment_page[1:] != segment_page[:-1]
+    visited = pages[first_in_page]
+    visited.sort()
+    if (visited[1:] == visited[:-1]).any():
+        raise InputError(f"a target page appears twice in the table of group {group!r}")
+
+
+def _segments(
+    num_tokens: int, source: PageCut, target: PageCut
+) -> tuple[_SegmentStarts, _SegmentStarts, Int64s]:
+    """Return where segments begin on the source and on the target, and their lengths in tokens."""
+    alike = source.cuts_like(target)
+    inner = source.page_starts(num_tokens)
+    if not alike:
+        inner = np.concatenate((inner, target.page_starts(num_tokens)))
+        inner.sort()
+    edges = np.empty(len(inner) + 2, dtype=np.int64)
+    edges[0], edges[1:-1], edges[-1] = 0, inner, num_tokens
+    if alike:
+        at_source, at_target = (end.locate_pages(num_tokens) for end in (source, target))
+        return at_source, at_target, edges[1:] - edges[:-1]
+    # np.unique hashes, and np.diff costs more than all of this.
+    last = np.flatnonzero(edges[1:] != edges[:-1])
+    starts, ends = edges[last], edges[last + 1]
+    return source.locate(starts), target.locate(starts), ends - starts
+
+
+def _full_segment(source: PageCut, target: PageCut) -> int:
+    """Return the tokens of the longest segment that both sides' pages allow."""
+    in_source, in_target = (-(-end.page_tokens // end.advance) for end in (source, target))
+    behind = (source.first - target.first) % in_source
+    if in_source == in_target and source.advance == target.advance == 1 and behind:
+        # Equal pages that begin at different tokens cut each other in two, always alike.
+        return max(behind, in_source - behind)
+    return min(in_source, in_target)
