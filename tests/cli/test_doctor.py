@@ -7,16 +7,16 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 from running import SHAPE
 
-from kvferry.cli.doctor.checks import gpus
-from kvferry.cli.doctor.checks.check import Asked, State
-from kvferry.cli.doctor.checks.children import Children, ProbeFailed
+from kvferry.cli.doctor import DoctorRequest, State
+from kvferry.cli.doctor.devices import check_gpus
+from kvferry.cli.doctor.probes import ProbeFailed, run_probe
 from kvferry.cli.main import main
 from kvferry.discovery.server import DiscoveryServer
 from kvferry.security.keys import KEY_FILE_VARIABLE, ClusterKey
@@ -28,7 +28,7 @@ CLEAN = {name: value for name, value in os.environ.items() if name != KEY_FILE_V
 
 
 def doctor(*words: str, **environment: str) -> tuple[int, str, str]:
-    """The exit status, standard output and standard error."""
+    """Return the exit status, standard output and standard error."""
     done = subprocess.run(
         [sys.executable, "-m", "kvferry", "doctor", *words],
         capture_output=True,
@@ -42,7 +42,7 @@ def doctor(*words: str, **environment: str) -> tuple[int, str, str]:
 
 
 class Report:
-    """The JSON document of a run, with what every such document must be."""
+    """The checked JSON document of a run."""
 
     def __init__(self, *words: str, **environment: str) -> None:
         self.status, out, err = doctor(*words, "--json", **environment)
@@ -66,7 +66,7 @@ class Report:
 
 
 class Packages:
-    """Packages that bring transports, on an import path of their own."""
+    """Packages that add transports, on an import path of their own."""
 
     def __init__(self, folder: Path) -> None:
         self.path = str(folder)
@@ -105,17 +105,17 @@ def packages(tmp_path: Path) -> Packages:
 # ---------------------------------------------------------------- whole runs
 
 
-def test_a_plain_run_is_a_table_by_area() -> None:
+def test_a_run_prints_a_table_for_each_area() -> None:
     status, out, err = doctor()
     assert (status, err) == (0, "")
     lines = [line.rstrip() for line in out.splitlines()]
     areas = ["machine", "transports", "memory", "one-copy writes", "gpus", "rdma", "control"]
     assert [line for line in lines if line in areas] == areas
     assert any(line.startswith("ok ") and " shm " in line for line in lines)
-    assert lines[-1] == "Nothing stands in the way of auto."
+    assert lines[-1] == "No problem prevents the use of auto."
 
 
-def test_layouts_key_and_discovery_that_are_right(tmp_path: Path) -> None:
+def test_valid_layouts_key_and_discovery_are_ok(tmp_path: Path) -> None:
     path = tmp_path / "cluster.key"
     key = ClusterKey.new()
     key.write(path)
@@ -131,13 +131,11 @@ def test_layouts_key_and_discovery_that_are_right(tmp_path: Path) -> None:
     assert "takes the key" in control["discovery"]["detail"]
     assert control["clocks"]["state"] == "ok"
     assert "4 moves, proven" in report.of("layouts")["plan"]["detail"]
-    assert report.of("layouts")["path"]["detail"].startswith("slices: about")
+    assert report.of("layouts")["mode"]["detail"].startswith("slices: about")
     assert "straight into place" in report.of("layouts")["staging"]["detail"]
 
 
-def test_what_was_asked_for_and_can_not_work_is_a_problem_and_nothing_else_is(
-    packages: Packages, tmp_path: Path
-) -> None:
+def test_only_what_was_asked_for_becomes_a_problem(packages: Packages, tmp_path: Path) -> None:
     for name, code in (("lacking", LACKING), ("crashing", CRASHING), ("chatty", CHATTY)):
         packages.add(name, code)
     key = tmp_path / "cluster.key"
@@ -212,35 +210,27 @@ def test_a_broken_installation_is_one_sentence() -> None:
 # ---------------------------------------------------------------- probes that do not answer
 
 
-@pytest.fixture
-def children() -> Iterator[Children]:
-    with Children() as begun:
-        yield begun
-
-
-def test_a_probe_that_hangs_ends_with_its_time(
-    children: Children, packages: Packages, monkeypatch: pytest.MonkeyPatch
+def test_a_hanging_probe_ends_at_its_limit(
+    packages: Packages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packages.add("hanging", HANGING)
     monkeypatch.syspath_prepend(packages.path)
     begin = time.monotonic()
-    child = children.start("transport", "hanging", "cpu", limit_s=1.0)
     with pytest.raises(ProbeFailed, match="'transport hanging cpu' did not end within 1 s"):
-        child.answer()
+        run_probe("transport", "hanging", "cpu", limit_s=1.0)
     assert time.monotonic() - begin < 30
 
 
-def test_a_probe_that_fails_says_its_last_words(children: Children) -> None:
-    child = children.start("no-such-probe", limit_s=30.0)
+def test_a_failed_probe_shows_its_last_line() -> None:
     with pytest.raises(ProbeFailed, match=r"ended with status 1 \(KeyError: 'no-such-probe'\)"):
-        child.answer()
+        run_probe("no-such-probe", limit_s=30.0)
 
 
-def test_a_probe_that_can_not_be_started_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_that_cannot_be_started_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/no/such/python")
-    with Children() as children:
-        child = children.start("gpus", limit_s=30.0)
-        with pytest.raises(ProbeFailed, match=r"'gpus' can't be started .*No such file"):
-            child.answer()
-        (found,) = gpus.cards(Asked(), child, has_rdma=False)
-        assert (found.state, found.name) == (State.NOTE, "cards")
+    with pytest.raises(ProbeFailed, match=r"'gpus' can't be started .*No such file") as failed:
+        run_probe("gpus", limit_s=30.0)
+    probe = Future[dict[str, Any]]()
+    probe.set_exception(failed.value)
+    (found,) = check_gpus(DoctorRequest(), probe, has_rdma=False)
+    assert (found.state, found.name) == (State.NOTE, "cards")

@@ -1,4 +1,4 @@
-"""What ``kvferry doctor`` makes of what it finds, machine by machine."""
+"""The checks of ``kvferry doctor`` on machines of many kinds."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ import pytest
 import zmq
 from running import SHAPE
 
-from kvferry.cli.doctor.checks import (
-    control,
-    copies,
-    fit,
-    gpus,
-    machine,
-    memory,
-    probes,
-    rdma,
-    rights,
+from kvferry.cli.doctor import (
+    Area,
+    DoctorRequest,
+    Finding,
+    State,
+    cluster,
+    devices,
+    host,
+    run_check,
 )
-from kvferry.cli.doctor.checks.capabilities import Capability, has_capability
-from kvferry.cli.doctor.checks.check import Asked, Check, Look, State, findings
+from kvferry.cli.doctor.host import Capability, has_capability
+from kvferry.cli.doctor.probes import probe_cma
 from kvferry.cli.main import build_parser
 from kvferry.discovery.server import DiscoveryServer
 from kvferry.endpoint.control.sockets import ControlClient, ControlServer, new_context
@@ -42,7 +41,7 @@ GIB = 1 << 30
 OK, NOTE, PROBLEM = State.OK, State.NOTE, State.PROBLEM
 
 
-def only(checks: Iterable[Check]) -> Check:
+def only(checks: Iterable[Finding]) -> Finding:
     (check,) = checks
     assert (check.remedy == "") == (check.state is OK)
     return check
@@ -57,24 +56,27 @@ def tree(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-# ---------------------------------------------------------------- looks that fail
+# ---------------------------------------------------------------- checks that fail
 
 
-def raising(error: Exception) -> Iterable[Check]:
-    yield Check("a", "first", OK, "fine")
+AREA = Area("area")
+
+
+def raising(error: Exception) -> Iterable[Finding]:
+    yield AREA.ok("first", "fine")
     raise error
 
 
-def test_a_look_that_raises_is_a_problem_with_its_text() -> None:
-    check = only(findings(Look("area", "name", lambda: raising(RuntimeError("no luck")))))
-    assert (check.area, check.name, check.state) == ("area", "name", PROBLEM)
-    assert "RuntimeError: no luck" in check.detail
+def test_an_exception_in_a_check_becomes_a_problem() -> None:
+    found = only(run_check(AREA, "name", lambda: raising(RuntimeError("no luck"))))
+    assert (found.area, found.name, found.state) == ("area", "name", PROBLEM)
+    assert "RuntimeError: no luck" in found.detail
 
 
-def test_the_sentence_of_our_own_error_is_divided() -> None:
+def test_an_error_of_kvferry_is_split_into_detail_and_remedy() -> None:
     error = TransportError("it is broken; mend it")
-    assert findings(Look("area", "name", lambda: raising(error))) == [
-        Check("area", "name", PROBLEM, "it is broken", "mend it")
+    assert run_check(AREA, "name", lambda: raising(error)) == [
+        Finding("area", "name", PROBLEM, "it is broken", "mend it")
     ]
 
 
@@ -93,18 +95,18 @@ def test_the_sentence_of_our_own_error_is_divided() -> None:
     ],
 )
 def test_open_files(limits: tuple[int, int], peers: int | None, state: State, says: str) -> None:
-    check = only([machine.judge_files(*limits, peers)])
+    check = only([host.judge_files(*limits, peers)])
     assert check.state is state
     assert says in check.detail
 
 
-def test_the_remedy_for_open_files_says_who_can() -> None:
-    assert machine.judge_files(256, 4096, 100).remedy == "ulimit -n 928 before the engine starts"
-    assert "hard limit is 512" in machine.judge_files(256, 512, 100).remedy
+def test_the_remedy_for_open_files_names_the_hard_limit() -> None:
+    assert host.judge_files(256, 4096, 100).remedy == "ulimit -n 928 before the engine starts"
+    assert "hard limit is 512" in host.judge_files(256, 512, 100).remedy
 
 
 @ON_LINUX
-def test_a_peer_takes_no_more_files_than_is_counted() -> None:
+def test_a_peer_opens_at_most_the_assumed_number_of_files() -> None:
     """Both ends of a control connection are in this process, so this counts too many."""
 
     def opened() -> int:
@@ -126,21 +128,7 @@ def test_a_peer_takes_no_more_files_than_is_counted() -> None:
     server.close(0)
     context.destroy(0)
     assert num_frames == count
-    assert count < used < count * machine.FILES_PER_PEER
-
-
-@pytest.mark.parametrize(
-    ("now", "resolution_s", "source", "state"),
-    [
-        (machine.EARLIEST + 1, 1e-9, "tsc", OK),
-        (machine.EARLIEST + 1, 1e-9, None, OK),
-        (86400.0, 1e-9, "tsc", NOTE),
-        (machine.EARLIEST + 1, 1e-2, "tsc", NOTE),
-        (machine.EARLIEST + 1, 1e-9, "hpet", NOTE),
-    ],
-)
-def test_clocks(now: float, resolution_s: float, source: str | None, state: State) -> None:
-    assert only([machine.judge_clock(now, resolution_s, source)]).state is state
+    assert count < used < count * host.FILES_PER_PEER
 
 
 # ---------------------------------------------------------------- memory
@@ -156,32 +144,41 @@ def test_clocks(now: float, resolution_s: float, source: str | None, state: Stat
         (64 << 20, 64 << 20, 1 << 20, NOTE),
     ],
 )
-def test_room_in_shared_memory(
+def test_size_of_shared_memory(
     free: int, total: int, request_bytes: int | None, state: State
 ) -> None:
-    needed = memory.need(Asked(transport="shm"), request_bytes)
-    assert only([memory.judge_room(free, total, needed)]).state is state
+    request = DoctorRequest(transport="shm")
+    assert only([host.judge_shm(free, total, request, request_bytes)]).state is state
 
 
-def test_what_each_transport_takes_of_shared_memory() -> None:
-    assert memory.need(Asked(transport="shm"), None) is None
-    assert memory.need(Asked(transport="mooncake"), 10**12) is None
-    little = memory.need(Asked(transport="nixl"), 10**12)
-    assert only([memory.judge_room(16 << 20, 2 * GIB, little)]).state is PROBLEM
-    assert only([memory.judge_room(1 * GIB, 2 * GIB, little)]).state is OK
+@pytest.mark.parametrize(
+    ("transport", "free", "state"),
+    [
+        ("nixl", 16 << 20, PROBLEM),
+        ("nixl", 1 * GIB, OK),
+        ("mooncake", 16 << 20, OK),
+        ("shm", 1 * GIB, PROBLEM),
+        ("shm,nixl", 1 * GIB, PROBLEM),
+    ],
+)
+def test_each_transport_needs_its_own_share_of_shared_memory(
+    transport: str, free: int, state: State
+) -> None:
+    request = DoctorRequest(transport=transport)
+    assert only([host.judge_shm(free, 2 * GIB, request, 10**12)]).state is state
 
 
 @pytest.mark.parametrize(
     ("limit", "may", "needed", "state"),
     [
-        (None, False, True, OK),
+        (host.UNLIMITED, False, True, OK),
         (8 << 20, True, True, OK),
         (8 << 20, False, False, OK),
         (8 << 20, False, True, PROBLEM),
     ],
 )
-def test_pinned_memory(limit: int | None, may: bool, needed: bool, state: State) -> None:
-    assert only([memory.judge_pinned(limit, may, needed=needed)]).state is state
+def test_pinned_memory(limit: int, may: bool, needed: bool, state: State) -> None:
+    assert only([host.judge_pinned(limit, may, needed=needed)]).state is state
 
 
 @pytest.mark.parametrize(
@@ -189,15 +186,18 @@ def test_pinned_memory(limit: int | None, may: bool, needed: bool, state: State)
     [("always [madvise] never\n", OK), ("always madvise [never]\n", NOTE), (None, OK)],
 )
 def test_huge_pages(tmp_path: Path, text: str | None, state: State) -> None:
-    root = tree(tmp_path, {} if text is None else {memory.HUGE: text})
-    assert only(memory.huge_pages(root)).state is state
+    switch = tmp_path / "enabled"
+    if text is not None:
+        switch.write_text(text)
+    assert only([host.check_huge_pages(switch)]).state is state
 
 
 def test_capabilities_are_read_from_the_mask_in_effect(tmp_path: Path) -> None:
     status = "Name:\tx\nCapPrm:\tffffffffffffffff\nCapEff:\t0000000000080000\n"
-    root = tree(tmp_path, {"proc/self/status": status})
-    assert has_capability(Capability.SYS_PTRACE, root)
-    assert not has_capability(Capability.IPC_LOCK, root)
+    path = tmp_path / "status"
+    path.write_text(status)
+    assert has_capability(Capability.SYS_PTRACE, path)
+    assert not has_capability(Capability.IPC_LOCK, path)
     assert not has_capability(Capability.SYS_PTRACE, tmp_path / "elsewhere")
 
 
@@ -205,37 +205,38 @@ def test_capabilities_are_read_from_the_mask_in_effect(tmp_path: Path) -> None:
 
 
 @ON_LINUX
-def test_the_probe_turns_every_bit() -> None:
-    buffer = ctypes.create_string_buffer(bytes(range(256)), 256)
-    told = probes.cma(str(os.getpid()), str(ctypes.addressof(buffer)), "256")
-    assert told == {"errno": 0}
-    assert buffer.raw == bytes(255 - value for value in range(256))
+def test_the_probe_writes_its_text() -> None:
+    buffer = ctypes.create_string_buffer(8)
+    assert probe_cma(str(os.getpid()), str(ctypes.addressof(buffer)), "written") == {"errno": 0}
+    assert buffer.value == b"written"
 
 
 @ON_LINUX
-def test_the_probe_tells_why_it_could_not() -> None:
-    assert probes.cma(str(os.getpid()), "4096", "64") == {"errno": errno.EFAULT}
+def test_the_probe_returns_the_error_number() -> None:
+    assert probe_cma(str(os.getpid()), "4096", "text") == {"errno": errno.EFAULT}
     buffer = ctypes.create_string_buffer(8)
     nobody = str(2**22 + 1)
-    assert probes.cma(nobody, str(ctypes.addressof(buffer)), "8") == {"errno": errno.ESRCH}
+    told = probe_cma(nobody, str(ctypes.addressof(buffer)), "text")
+    assert told == {"errno": errno.ESRCH}
+    assert buffer.value == b""
 
 
 @ON_LINUX
-def test_a_child_really_tries_to_write_us() -> None:
-    tried = rights.attempt()
+def test_a_child_really_tries_to_write_this_process() -> None:
+    errors = host.try_cma()
     if has_capability(Capability.SYS_PTRACE):
-        assert tried == rights.CmaTrial(0)
+        assert errors == [0]
     else:
-        assert tried.stranger in (0, errno.EPERM, errno.ENOSYS)
+        assert errors[0] in (0, errno.EPERM, errno.ENOSYS)
 
 
 @ON_LINUX
-def test_a_process_that_hides_its_memory_is_not_written() -> None:
+def test_a_process_that_cannot_be_dumped_is_not_written() -> None:
     """A process that can't be dumped is closed to all but those who may trace anything."""
 
     code = (
         "import ctypes; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\n"  # PR_SET_DUMPABLE
-        "from kvferry.cli.doctor.checks import rights; print(rights.attempt().stranger)"
+        "from kvferry.cli.doctor import host; print(host.try_cma()[0])"
     )
     # What is dropped from the bounding set is lost with the next program (PR_CAPBSET_DROP).
     launch = (
@@ -251,23 +252,23 @@ def test_a_process_that_hides_its_memory_is_not_written() -> None:
 @pytest.mark.parametrize(
     ("tried", "scope", "state", "says"),
     [
-        (rights.CmaTrial(0), "0", OK, "may write each other's memory"),
-        (rights.CmaTrial(errno.EPERM, 0), "1", OK, "that permits it"),
-        (rights.CmaTrial(errno.EPERM, errno.EPERM), "1", NOTE, "EPERM; ptrace_scope 1"),
-        (rights.CmaTrial(errno.EPERM), None, NOTE, "ptrace_scope absent"),
-        (rights.CmaTrial(errno.ENOSYS), None, NOTE, "ENOSYS"),
-        (rights.CmaTrial(-1), "2", NOTE, "nothing written"),
-        (rights.CmaTrial(errno.EPERM, errno.EPERM), "3", NOTE, "over TCP"),
+        ([0], "0", OK, "may write each other's memory"),
+        ([errno.EPERM, 0], "1", OK, "that permits it"),
+        ([errno.EPERM, errno.EPERM], "1", NOTE, "EPERM; ptrace_scope 1"),
+        ([errno.EPERM], None, NOTE, "ptrace_scope absent"),
+        ([errno.ENOSYS], None, NOTE, "ENOSYS"),
+        ([-1], "2", NOTE, "nothing written"),
+        ([errno.EPERM, errno.EPERM], "3", NOTE, "over TCP"),
     ],
 )
-def test_rights(tried: rights.CmaTrial, scope: str | None, state: State, says: str) -> None:
-    check = only([rights.judge(tried, scope, may=False)])
+def test_cma_trials(tried: list[int], scope: str | None, state: State, says: str) -> None:
+    check = only([host.judge_cma(tried, scope, has_ptrace=False)])
     assert check.state is state
     assert says in check.detail
 
 
 def test_each_ptrace_scope_has_its_remedy() -> None:
-    told = {scope: rights.judge(rights.CmaTrial(1), scope, may=False).remedy for scope in "123"}
+    told = {scope: host.judge_cma([1], scope, has_ptrace=False).remedy for scope in "123"}
     assert "--cap-add SYS_PTRACE" in told["1"]
     assert "sysctl kernel.yama.ptrace_scope=1" in told["2"]
     assert "next boot" in told["3"]
@@ -277,8 +278,8 @@ def test_each_ptrace_scope_has_its_remedy() -> None:
 
 
 def test_a_slow_copy_loop_is_a_note() -> None:
-    assert only([copies.judge_speed(6e9, 7e9)]).state is OK
-    assert only([copies.judge_speed(3e9, 7e9)]).state is NOTE
+    assert only([host.judge_copy_speed("6.0 GB/s", 0.86)]).state is OK
+    assert only([host.judge_copy_speed("3.0 GB/s", 0.43)]).state is NOTE
 
 
 SEEN = {"cuda": "13.0", "num_gpus": 2, "problem": ""}
@@ -297,100 +298,105 @@ BLIND = {"cuda": None, "num_gpus": 0, "problem": "AssertionError: not compiled w
     ],
 )
 def test_torch(seen: Any, installed: str | None, wanted: bool, state: State) -> None:
-    assert only([gpus.judge_torch(seen, installed, wanted)]).state is state
+    assert only([devices.judge_torch(seen, installed, wanted)]).state is state
 
 
-def test_expandable_segments_are_told() -> None:
+def test_expandable_segments_are_a_note() -> None:
     name = "PYTORCH_CUDA_ALLOC_CONF"
-    told = only(gpus.allocator({name: "max_split_size_mb:64,expandable_segments:True"}))
+    told = only(devices.check_allocator({name: "max_split_size_mb:64,expandable_segments:True"}))
     assert (told.state, name in told.remedy) == (NOTE, True)
-    assert list(gpus.allocator({name: "expandable_segments:False"})) == []
-    assert list(gpus.allocator({})) == []
+    assert list(devices.check_allocator({name: "expandable_segments:False"})) == []
+    assert list(devices.check_allocator({})) == []
 
 
 def test_gpudirect_needs_a_module_or_the_driver() -> None:
-    assert only([gpus.direct("nvidia_peermem 16384 0 - Live 0x0\nnvidia 1 2\n")]).state is OK
-    assert only([gpus.direct("nvidia 1 2\n")]).state is NOTE
+    assert (
+        only([devices.judge_gpudirect("nvidia_peermem 16384 0 - Live 0x0\nnvidia 1 2\n")]).state
+        is OK
+    )
+    assert only([devices.judge_gpudirect("nvidia 1 2\n")]).state is NOTE
 
 
 def port(state: str) -> dict[str, str]:
     return {"state": f"{state}\n", "rate": "400 Gb/sec (4X NDR)\n", "link_layer": "InfiniBand\n"}
 
 
-def test_rdma_ports_are_told_with_link_and_rate(tmp_path: Path) -> None:
-    base = f"{rdma.CLASS}/mlx5_"
+def test_rdma_ports_are_shown_with_link_and_rate(tmp_path: Path) -> None:
+    base = f"{devices.INFINIBAND}/mlx5_"
     up = {f"{base}0/ports/1/{name}": text for name, text in port("4: ACTIVE").items()}
     down = {f"{base}1/ports/1/{name}": text for name, text in port("1: DOWN").items()}
     root = tree(tmp_path, {**up, **down, "dev/infiniband/uverbs0": ""})
-    checks = list(rdma.devices(rdma.ports(root), root))
+    checks = list(devices.check_rdma(devices.rdma_ports(root), root))
     assert [(check.name, check.state) for check in checks] == [("mlx5_0", OK), ("mlx5_1", NOTE)]
     assert checks[0].detail == "mlx5_0 port 1: ACTIVE, 400 Gb/sec (4X NDR), InfiniBand"
     (root / "dev/infiniband/uverbs0").unlink()
-    assert [check.name for check in rdma.devices(rdma.ports(root), root)][-1] == "access"
+    assert [check.name for check in devices.check_rdma(devices.rdma_ports(root), root)][
+        -1
+    ] == "access"
 
 
 def test_a_machine_without_rdma(tmp_path: Path) -> None:
-    assert rdma.ports(tmp_path) == []
-    assert only(rdma.devices([], tmp_path)).detail.startswith("none found")
+    assert devices.rdma_ports(tmp_path) == []
+    assert only(devices.check_rdma([], tmp_path)).detail.startswith("none found")
 
 
 # ---------------------------------------------------------------- control
 
 
-def test_the_channel_is_really_tried() -> None:
-    checks = {check.name: check for check in control.channel(Asked())}
+def test_a_frame_crosses_the_control_channel() -> None:
+    checks = {check.name: check for check in cluster.check_channel(DoctorRequest())}
     assert checks["zeromq"].state is OK
     assert "a frame came back" in checks["loopback"].detail
 
 
-def test_a_discovery_that_wants_a_key() -> None:
+def test_a_discovery_service_with_a_key() -> None:
     right, wrong = ClusterKey.new(), ClusterKey.new()
     with DiscoveryServer("127.0.0.1", 0, right) as server:
-        told = {check.name: check.state for check in control.discovery(server.url, right)}
+        told = {check.name: check.state for check in cluster.check_discovery(server.url, right)}
         assert told == {"discovery": OK, "clocks": OK}
-        none = only(control.discovery(server.url, None))
+        none = only(cluster.check_discovery(server.url, None))
         assert (none.state, none.remedy) == (PROBLEM, "give it with --key or key=")
-        other = only(control.discovery(server.url, wrong))
+        other = only(cluster.check_discovery(server.url, wrong))
         assert (other.state, other.remedy) == (PROBLEM, "use the same file")
 
 
-def test_a_discovery_that_is_not_there() -> None:
+def test_an_unreachable_discovery_service() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        late = only(control.discovery(f"http://127.0.0.1:{port}", None))
+        late = only(cluster.check_discovery(f"http://127.0.0.1:{port}", None))
         assert (late.state, "does not answer within" in late.detail) == (PROBLEM, True)
-    gone = only(control.discovery(f"http://127.0.0.1:{port}", None))
+    gone = only(cluster.check_discovery(f"http://127.0.0.1:{port}", None))
     assert "cannot reach" in gone.detail
     assert "kvferry serve discovery" in gone.remedy
 
 
-def test_a_key_file_that_is_none(tmp_path: Path) -> None:
-    asked = Asked(key_file=str(tmp_path / "nothing"))
-    told = only(control.cluster(asked))
+def test_a_missing_key_file(tmp_path: Path) -> None:
+    asked = DoctorRequest(key_file=str(tmp_path / "nothing"))
+    told = only(cluster.check_cluster(asked))
     assert (told.name, told.state, told.remedy) == ("cluster key", PROBLEM, "check the path")
 
 
 @pytest.mark.parametrize(("apart_s", "state"), [(0.4, OK), (-1.2, OK), (45.0, NOTE), (-400, NOTE)])
 def test_clocks_that_differ(apart_s: float, state: State) -> None:
-    assert only([control.judge_clocks(apart_s)]).state is state
+    assert only([cluster.judge_clock_difference(apart_s)]).state is state
 
 
 # ---------------------------------------------------------------- layouts
 
 
-def pairing(words: str, **asked: str) -> fit.Pairing:
+def pairing(words: str, **asked: str) -> cluster.Pairing:
     found = read(words, **asked)
-    assert isinstance(found, fit.Pairing)
+    assert isinstance(found, cluster.Pairing)
     return found
 
 
-def read(words: str, **asked: str) -> fit.Pairing | tuple[Reason, ...] | None:
+def read(words: str, **asked: str) -> cluster.Pairing | tuple[Reason, ...] | None:
     args = build_parser().parse_args(["doctor", *words.split()])
-    return fit.read_pairing(args, Asked(**asked))
+    return cluster.read_pairing(args, DoctorRequest(**asked))
 
 
 def told(words: str, **asked: str) -> dict[str, str]:
-    checks = list(fit.fitting(pairing(words, **asked)))
+    checks = list(cluster.check_layouts(pairing(words, **asked)))
     assert all(check.state is OK for check in checks)
     return {check.name: check.detail for check in checks}
 
@@ -410,26 +416,26 @@ def test_no_layouts_no_findings() -> None:
         ("--prefill tp=4 --decode tp=1", "somebodys", "cpu", "staged", "nixl-host"),
     ],
 )
-def test_the_path_follows_from_the_transports_figures(
+def test_the_mode_follows_from_the_transports_cost_model(
     words: str, transport: str, device: str, path: str, preset: str
 ) -> None:
     details = told(f"{words} {SHAPE}", transport=transport, device=device)
-    assert details["path"].startswith(f"{path}: about")
-    assert f"figures of {preset}" in details["path"]
+    assert details["mode"].startswith(f"{path}: about")
+    assert f"cost model {preset}" in details["mode"]
 
 
-def test_staging_is_told_where_it_is_of_use() -> None:
+def test_staging_is_shown_if_the_plan_uses_it() -> None:
     staged = told(f"--prefill tp=4 --decode tp=1 {SHAPE}", transport="nixl")
     assert "64.0 MiB for each endpoint are 4 slots of 16.0 MiB" in staged["staging"]
     on_gpu = told(f"--prefill tp=4 --decode tp=1 {SHAPE}", transport="nixl", device="cuda")
     assert "64.0 MiB for each endpoint are 3 slots of 21.3 MiB" in on_gpu["staging"]
     equal = told(f"--prefill tp=2 --decode tp=2 {SHAPE}", transport="nixl")
-    assert "of no use here; staging_bytes=0" in equal["staging"]
+    assert "not used here; staging_bytes=0" in equal["staging"]
     mapped = told(f"--prefill tp=4 --decode tp=1 {SHAPE}")
     assert mapped["staging"].startswith("none")
 
 
-def test_a_fully_cached_prompt_needs_no_path() -> None:
+def test_a_fully_cached_prompt_needs_no_mode() -> None:
     words = f"--prefill tp=4 --decode tp=1,prefix=64 --tokens 64 {SHAPE}"
     assert set(told(words, transport="nixl")) == {"plan"}
 
@@ -438,9 +444,9 @@ def test_staging_that_is_too_small_is_a_note() -> None:
     shape = "--layers 2 --kv-heads 10240 --head-dim 512 --tokens 16"
     wide = pairing(f"--prefill order=nhd --decode order=hnd {shape}", transport="nixl")
     assert wide.costs.chosen == "staged"
-    few = fit.staging(wide)
+    few = cluster.judge_staging(wide)
     assert (few.state, "only 3 slots" in few.detail) == (NOTE, True)
-    none = fit.staging(wide, 8 << 20)
+    none = cluster.judge_staging(wide, 8 << 20)
     assert (none.state, "hold no slot" in none.detail) == (NOTE, True)
     assert none.remedy.startswith("give staging more memory")
 
@@ -458,9 +464,9 @@ def test_peers_are_counted_over_all_replicas(sides: str, peers: int) -> None:
     assert pairing(f"{sides} {SHAPE}").num_peers == peers
 
 
-def test_reasons_are_told_under_their_codes() -> None:
+def test_reasons_are_findings_named_by_their_codes() -> None:
     reasons = read(f"--prefill tp=3 --decode tp=1 {SHAPE}")
     assert isinstance(reasons, tuple)
-    check = only(fit.refused(reasons))
+    check = only(cluster.check_layouts(reasons))
     assert (check.area, check.name, check.state) == ("layouts", "tp-does-not-fit-units", PROBLEM)
     assert check.detail.startswith("prefill: tp=3")

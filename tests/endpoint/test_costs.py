@@ -7,8 +7,7 @@ from endpoint.fleets import HEADS, layout
 from msgspec.structs import replace
 
 from kvferry import EndpointConfig, LinkCost, SourceEndpoint
-from kvferry.cli.doctor.checks import fit
-from kvferry.cli.doctor.checks.check import Asked
+from kvferry.cli.doctor import DoctorRequest, cluster
 from kvferry.cli.main import build_parser
 from kvferry.cli.plan.command import read_link
 from kvferry.endpoint.costs import copy_speed
@@ -59,6 +58,6 @@ def test_an_endpoint_may_be_told_its_constants() -> None:
 )
 def test_doctor_predicts_as_plan_does(transport: str, device: str, link: str) -> None:
     args = build_parser().parse_args(["doctor", *SIDES.split()])
-    pairing = fit.read_pairing(args, Asked(transport=transport, device=device))
-    assert isinstance(pairing, fit.Pairing)
+    pairing = cluster.read_pairing(args, DoctorRequest(transport=transport, device=device))
+    assert isinstance(pairing, cluster.Pairing)
     assert pairing.costs.link_cost == read_link(link)
