@@ -13,18 +13,18 @@ from rich.markup import escape
 from kvferry.errors import Reason
 from kvferry.plan import TransferMode
 
-# The exit status of a command that was refused.
+# Exit status of a command whose layouts do not fit.
 EXIT_REFUSED = 3
 
 
 def print_document(document: dict[str, Any]) -> None:
-    """One JSON document on one line."""
-    # The standard library's encoder, because it writes whole numbers of any size.
+    """Print one JSON document on one line."""
+    # msgspec refuses integers above 64 bits.
     print(json.dumps(document, separators=(",", ":")))
 
 
 def print_refusal(reasons: Sequence[Reason], *, heading: str, as_json: bool) -> None:
-    """Every reason why it can't work."""
+    """Print every reason of a refusal."""
     if as_json:
         empty = {path: {"pieces": 0, "bytes": 0, "open": False} for path in TransferMode}
         print_document(
@@ -46,5 +46,5 @@ def print_refusal(reasons: Sequence[Reason], *, heading: str, as_json: bool) -> 
 
 
 def console() -> Console:
-    """A console that wraps for a terminal, and does not squeeze tables into a pipe."""
+    """Return a console: as wide as the terminal, 120 columns into a pipe."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else 120)

@@ -25,7 +25,7 @@ from kvferry.cli.bench.load import (
     plot_of,
     wide_console,
 )
-from kvferry.cli.files import last_words
+from kvferry.cli.files import last_log_line
 from kvferry.cli.load.plot import Series
 from kvferry.cli.load.stats import Level
 from kvferry.cli.load.sweep import Load, Sweep, run_sweep
@@ -163,7 +163,7 @@ def measure(variant: Variant, model: ModelFolder, load: Load, bar: Bar) -> Varia
                 bar.says("stopping")
             error = sweep.failure
         except KvferryError as problem:
-            error = f"{problem}{last_words(log)}"
+            error = f"{problem}{last_log_line(log)}"
     return VariantOutcome(variant, sweep, error, time.monotonic() - began)
 
 
