@@ -15,14 +15,14 @@ from reference.clusters import demand_gone, family, segments, wait_until
 
 from kvferry.cli.bench.compare import (
     NO_STAGING,
-    VariantOutcome,
+    VariantResult,
     as_document,
     failure_of,
     measure,
     show,
     variants_of,
 )
-from kvferry.cli.bench.load import Bar
+from kvferry.cli.bench.load import LoadProgress
 from kvferry.cli.load.client import LoadReply
 from kvferry.cli.load.stats import summarise
 from kvferry.cli.load.sweep import Load, Sweep
@@ -148,14 +148,14 @@ def test_a_cluster_that_does_not_start_is_an_outcome(tmp_path: Path) -> None:
         transport="pigeon", discovery=CLUSTER.discovery, decode=CLUSTER.decode
     )
     variant = variants_of(CLUSTER, LOAD, can_stage=True)[0]._replace(cluster=cluster)
-    with Bar() as bar:
+    with LoadProgress() as bar:
         outcome = measure(variant, ModelFolder(make_tiny(tmp_path), "tiny"), LOAD, bar)
     assert outcome.sweep is None
     assert outcome.error is not None
     assert "decode-0: there is no transport 'pigeon'" in outcome.error
 
 
-def outcomes() -> list[VariantOutcome]:
+def outcomes() -> list[VariantResult]:
     """One that worked, one that half worked, one that did not start."""
     equal, slices, staged = variants_of(CLUSTER, LOAD, can_stage=True)
     fields: dict[str, Any] = {"finish": "length", "ttft_s": 0.5, "total_s": 2.0}
@@ -169,9 +169,9 @@ def outcomes() -> list[VariantOutcome]:
         Sweep(model="m", form="token ids", levels=[summarise(1, [good, lost])]),
     ]
     return [
-        VariantOutcome(equal, sweeps[0], None, 1.0),
-        VariantOutcome(slices, sweeps[1], sweeps[1].failure, 1.0),
-        VariantOutcome(staged, None, "prefill-0 did not start", 1.0),
+        VariantResult(equal, sweeps[0], None, 1.0),
+        VariantResult(slices, sweeps[1], sweeps[1].failure, 1.0),
+        VariantResult(staged, None, "prefill-0 did not start", 1.0),
     ]
 
 
@@ -193,7 +193,7 @@ def test_what_failed_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     show(outcomes(), LOAD, NO_STAGING.format("shm"))
     out = capsys.readouterr().out
     assert "equal TP: TP1, page 32 → TP1, page 32; 4.00 KiB in all; requests: 1 by runs" in out
-    assert "1 by a mode that was not told" in out
+    assert "1 by an unknown mode" in out
     assert "different TP, staged: TP3, page 16 → TP1, page 32: failed" in out
     assert "nothing to stage" in out
     assert "…" not in out

@@ -18,8 +18,7 @@ from aiohttp import web
 from cli.eval.answering import MODEL, PATIENCE_S, Said, Server, answering, refusal, streamed
 from reference.working import Worker, hosted, options_for
 
-from kvferry.cli.eval.problems import read_problems
-from kvferry.cli.eval.prompt import INSTRUCTION
+from kvferry.cli.eval.problems import INSTRUCTION, read_problems
 from kvferry.cli.main import main
 from kvferry.layout.layout import Parallel
 from kvferry.reference.models.tiny import make_tiny

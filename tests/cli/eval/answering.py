@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from kvferry.cli.eval.prompt import INSTRUCTION
+from kvferry.cli.eval.problems import INSTRUCTION
 
 MODEL = "examinee"
 PATIENCE_S = 30.0

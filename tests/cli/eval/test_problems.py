@@ -1,4 +1,4 @@
-"""The user's file: what is read, what is refused, and which problems are asked."""
+"""The problem file, the choice of shots and questions, and the prompts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cli.eval.problems import MAX_BYTES, Problem, make_quiz, read_problems
+from kvferry.cli.eval.problems import (
+    INSTRUCTION,
+    MAX_BYTES,
+    Problem,
+    chat_messages,
+    completion_text,
+    make_quiz,
+    read_problems,
+    request_body,
+)
 from kvferry.errors import InputError
 
 OWN = Path(__file__).parents[2] / "data" / "gsm8k-like.jsonl"
@@ -124,3 +133,43 @@ def test_a_question_whose_answer_is_in_the_prompt_is_refused() -> None:
     make_quiz(problems, num_shots=5, num=3, train=some(5, first=4))
     with pytest.raises(InputError, match="line 4 of --data"):
         make_quiz(problems, num_shots=5, num=4, train=some(5, first=4))
+
+
+# ---------------------------------------------------------------- prompts
+
+SHOTS = (
+    Problem(1, "1 + 1?", "2\n#### 2", Decimal(2)),
+    Problem(2, "2 + 2?", "4\n#### 4", Decimal(4)),
+)
+
+
+def test_a_text_to_continue() -> None:
+    assert completion_text(SHOTS, "3 + 3?") == (
+        "Question: 1 + 1?\nAnswer: 2\n#### 2\n\n"
+        "Question: 2 + 2?\nAnswer: 4\n#### 4\n\n"
+        "Question: 3 + 3?\nAnswer:"
+    )
+    assert completion_text((), "3 + 3?") == "Question: 3 + 3?\nAnswer:"
+
+
+def test_a_conversation() -> None:
+    assert chat_messages(SHOTS[:1], "3 + 3?") == [
+        {"role": "user", "content": f"1 + 1?\n\n{INSTRUCTION}"},
+        {"role": "assistant", "content": "2\n#### 2"},
+        {"role": "user", "content": f"3 + 3?\n\n{INSTRUCTION}"},
+    ]
+
+
+def test_bodies_have_only_what_every_server_takes() -> None:
+    common = {
+        "model": "m",
+        "max_tokens": 9,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    body = request_body(SHOTS, "q", chat=False, model="m", max_tokens=9)
+    text = completion_text(SHOTS, "q")
+    assert body == common | {"prompt": text, "stop": ["Question:"]}
+    body = request_body(SHOTS, "q", chat=True, model="m", max_tokens=9)
+    assert body == common | {"messages": chat_messages(SHOTS, "q")}
