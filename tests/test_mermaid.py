@@ -34,7 +34,7 @@ class Sequence:
 
     def read(self, line: str) -> None:
         """Read one line. Raises ``BadDiagram``."""
-        word = line.split(" ")[0]
+        word = line.split(" ", maxsplit=1)[0]
         if ";" in line or "#" in line:
             raise BadDiagram(f"needs an escape: {line}")
         if found := PARTICIPANT.fullmatch(line):
