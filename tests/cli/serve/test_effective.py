@@ -1,12 +1,9 @@
-"""The effective configuration, and completion in a shell."""
+"""``kvferry serve --print-config``: values and where they come from."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,35 +50,3 @@ def test_the_environment_is_named() -> None:
     args = argparse.Namespace(config=None)
     found = settings(args, lambda _: {"key": None}, {"KVFERRY_KEY_FILE": "/k"})
     assert found == [("key", "/k", "KVFERRY_KEY_FILE")]
-
-
-def completed(*words: str) -> list[str]:
-    """Return the completions of the last word, asked for as argcomplete's shell function does."""
-    pytest.importorskip("argcomplete")
-    line = " ".join(("kvferry", *words))
-    request = {
-        "_ARGCOMPLETE": "1",
-        "_ARGCOMPLETE_SHELL": "bash",
-        "_ARGCOMPLETE_SUPPRESS_SPACE": "1",
-        "COMP_LINE": line,
-        "COMP_POINT": str(len(line)),
-        "COMP_TYPE": "9",
-        "_ARGCOMPLETE_IFS": "\n",
-    }
-    code = "import os; os.dup2(1, 8); from kvferry.__main__ import entry; entry()"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | request,
-    )
-    return done.stdout.split("\n")
-
-
-def test_commands_parts_and_flags_are_completed() -> None:
-    assert "trace" in completed("tr")
-    assert set(completed("serve", "")) >= {"prefill", "decode", "router", "discovery"}
-    assert "--policy" in completed("serve", "router", "--poli")
-    assert "--policy" not in completed("serve", "discovery", "--")
-    assert "--slow" in completed("trace", "17", "--sl")

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "transfer_gpu.py"
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "transfer_gpu.py"
 SMALL = "--device cpu --layers 2 --kv-heads 4 --head-dim 16 --page 8 --tokens 96 --repeats 2"
 
 

@@ -6,17 +6,13 @@ import json
 import os
 import subprocess
 import sys
-import time
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cli.doctor.packages import Packages
 from running import SHAPE
 
-from kvferry.cli.doctor import DoctorRequest, State
-from kvferry.cli.doctor.devices import check_gpus
-from kvferry.cli.doctor.probes import ProbeFailed, run_probe
 from kvferry.cli.main import main
 from kvferry.discovery.server import DiscoveryServer
 from kvferry.security.keys import KEY_FILE_VARIABLE, ClusterKey
@@ -65,24 +61,6 @@ class Report:
         return [check["name"] for check in self.checks if check["state"] == "problem"]
 
 
-class Packages:
-    """Packages that add transports, on an import path of their own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = str(folder)
-        self._folder = folder
-
-    def add(self, name: str, code: str) -> None:
-        info = self._folder / f"{name}_ferry-1.5.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-ferry\nVersion: 1.5\n")
-        (info / "entry_points.txt").write_text(
-            f"[kvferry.transports]\n{name} = {name}_ferry:Mine\n"
-        )
-        head = "from kvferry.transports.shm import ShmTransport\n"
-        (self._folder / f"{name}_ferry.py").write_text(head + code)
-
-
 WORKING = "class Mine(ShmTransport):\n    pass\n"
 LACKING = """
 class Mine(ShmTransport):
@@ -91,7 +69,6 @@ class Mine(ShmTransport):
         return "the lacking transport needs libpigeon; apt install libpigeon"
 """
 CRASHING = "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n"
-HANGING = "import time\ntime.sleep(600)\n"
 CHATTY = "print('hello from a library')\n" + WORKING
 
 
@@ -205,32 +182,3 @@ def test_a_broken_installation_is_one_sentence() -> None:
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert "zmq" in done.stderr
     assert "pip install --force-reinstall kvferry" in done.stderr
-
-
-# ---------------------------------------------------------------- probes that do not answer
-
-
-def test_a_hanging_probe_ends_at_its_limit(
-    packages: Packages, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    packages.add("hanging", HANGING)
-    monkeypatch.syspath_prepend(packages.path)
-    begin = time.monotonic()
-    with pytest.raises(ProbeFailed, match="'transport hanging cpu' did not end within 1 s"):
-        run_probe("transport", "hanging", "cpu", limit_s=1.0)
-    assert time.monotonic() - begin < 30
-
-
-def test_a_failed_probe_shows_its_last_line() -> None:
-    with pytest.raises(ProbeFailed, match=r"ended with status 1 \(KeyError: 'no-such-probe'\)"):
-        run_probe("no-such-probe", limit_s=30.0)
-
-
-def test_a_probe_that_cannot_be_started_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/no/such/python")
-    with pytest.raises(ProbeFailed, match=r"'gpus' can't be started .*No such file") as failed:
-        run_probe("gpus", limit_s=30.0)
-    probe = Future[dict[str, Any]]()
-    probe.set_exception(failed.value)
-    (found,) = check_gpus(DoctorRequest(), probe, has_rdma=False)
-    assert (found.state, found.name) == (State.NOTE, "cards")

@@ -1,4 +1,4 @@
-"""Standard output that is full, closed or narrow: one sentence at most, and no traceback."""
+"""Standard output that is full, closed or narrow, interrupts, and shell completion."""
 
 from __future__ import annotations
 
@@ -68,3 +68,38 @@ def test_an_interrupt_is_one_line_also_while_the_commands_are_imported() -> None
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
     assert (result.returncode, result.stderr) == (130, "kvferry: interrupted\n")
+
+
+# ---------------------------------------------------------------- completion
+
+
+def completed(*words: str) -> list[str]:
+    """Return the completions of the last word, asked for as argcomplete's shell function does."""
+    pytest.importorskip("argcomplete")
+    line = " ".join(("kvferry", *words))
+    request = {
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_SHELL": "bash",
+        "_ARGCOMPLETE_SUPPRESS_SPACE": "1",
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "COMP_TYPE": "9",
+        "_ARGCOMPLETE_IFS": "\n",
+    }
+    code = "import os; os.dup2(1, 8); from kvferry.__main__ import entry; entry()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | request,
+    )
+    return done.stdout.split("\n")
+
+
+def test_commands_parts_and_flags_are_completed() -> None:
+    assert "trace" in completed("tr")
+    assert set(completed("serve", "")) >= {"prefill", "decode", "router", "discovery"}
+    assert "--policy" in completed("serve", "router", "--poli")
+    assert "--policy" not in completed("serve", "discovery", "--")
+    assert "--slow" in completed("trace", "17", "--sl")

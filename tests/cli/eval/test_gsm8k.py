@@ -23,7 +23,7 @@ from kvferry.cli.main import main
 from kvferry.layout.layout import Parallel
 from kvferry.reference.models.tiny import make_tiny
 
-OWN = Path(__file__).parents[1] / "data" / "gsm8k-like.jsonl"
+OWN = Path(__file__).parents[2] / "data" / "gsm8k-like.jsonl"
 PROBLEMS = read_problems(str(OWN))
 KEY = {problem.question: problem for problem in PROBLEMS}
 Capture = pytest.CaptureFixture[str]
