@@ -40,7 +40,7 @@ def test_closed_standard_output_is_one_sentence(words: str) -> None:
 
 
 @pytest.mark.parametrize("redirect", ["2>&-", "2>/dev/full"])
-def test_the_status_tells_where_standard_error_cannot(redirect: str) -> None:
+def test_bad_input_without_standard_error_still_has_a_status(redirect: str) -> None:
     status, out, _ = shell(f"{WRONG} --json", redirect)
     assert status == 2
     assert out.startswith(b'{"error":"--prefill tp must be')

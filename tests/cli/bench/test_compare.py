@@ -1,4 +1,4 @@
-"""``kvferry bench compare``: three clusters, the same load, and nothing left behind."""
+"""``kvferry bench compare``: three clusters under the same load."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CLUSTER = ClusterDescription(
 COMMAND = [sys.executable, "-m", "kvferry", "bench", "compare", "--tiny"]
 
 
-def test_three_ways_are_measured_alike(tmp_path: Path) -> None:
+def test_three_variants_are_measured(tmp_path: Path) -> None:
     figure = tmp_path / "compare.svg"
     words = "--concurrency 1,2 --requests 3 --input-tokens 64 --output-tokens 4 --json"
     done = subprocess.run(
@@ -65,7 +65,7 @@ def test_three_ways_are_measured_alike(tmp_path: Path) -> None:
     assert (equal["prefill"], equal["decode"]) == ("TP1, page 16", "TP1, page 16")
     assert (staged["prefill"], staged["decode"]) == ("TP3, page 16", "TP1, page 16")
     for one in document["variants"]:
-        # What was forced is what happened, where prefill told it in time.
+        # A mode is known only if prefill has reported it in time.
         assert set(one["modes"]) <= {one["mode"]}
         assert [level["concurrency"] for level in one["levels"]] == [1, 2]
         assert all(level["requests"] == 3 and not level["failed"] for level in one["levels"])
@@ -96,12 +96,12 @@ def test_an_interrupt_ends_everything() -> None:
 # ---------------------------------------------------------------- what is compared
 
 
-def test_decode_stays_and_prefill_changes() -> None:
+def test_variants_differ_in_prefill_only() -> None:
     equal, slices, staged = variants_of(CLUSTER, LOAD, can_stage=True)
     sections = [one.cluster.prefill[0] for one in (equal, slices, staged)]
     assert [(section.tp, section.page) for section in sections] == [(1, 32), (3, 16), (3, 16)]
     assert len({one.cluster.decode for one in (equal, slices, staged)}) == 1
-    # Everything that is under way at once has room.
+    # The cache holds all requests that are in flight.
     assert sections[0].cache_tokens >= 4 * (128 + 16)
     for one, section in zip((equal, slices, staged), sections, strict=True):
         prefill, decode = one.cluster.workers()
@@ -110,12 +110,12 @@ def test_decode_stays_and_prefill_changes() -> None:
         assert told == [{"mode": str(section.mode)}, {"mode": None}]
 
 
-def test_where_memory_is_mapped_there_are_two() -> None:
+def test_mapped_memory_has_two_variants() -> None:
     names = [one.name for one in variants_of(CLUSTER, LOAD, can_stage=False)]
     assert names == ["equal TP", "different TP, slices"]
 
 
-def test_sides_that_shard_alike_are_refused() -> None:
+def test_equal_layouts_are_refused() -> None:
     alike = ClusterDescription(prefill=(WorkerSection(page=32),), decode=(WorkerSection(),))
     with pytest.raises(InputError, match="both sides shard alike"):
         variants_of(alike, LOAD, can_stage=True)
@@ -143,7 +143,7 @@ def test_bad_input_is_one_sentence(
 # ---------------------------------------------------------------- when one of them fails
 
 
-def test_a_cluster_that_does_not_start_is_an_outcome(tmp_path: Path) -> None:
+def test_a_cluster_that_does_not_start_is_a_result(tmp_path: Path) -> None:
     cluster = ClusterDescription(
         transport="pigeon", discovery=CLUSTER.discovery, decode=CLUSTER.decode
     )
@@ -156,7 +156,7 @@ def test_a_cluster_that_does_not_start_is_an_outcome(tmp_path: Path) -> None:
 
 
 def outcomes() -> list[VariantResult]:
-    """One that worked, one that half worked, one that did not start."""
+    """Return results of a success, a partial failure, and a failed start."""
     equal, slices, staged = variants_of(CLUSTER, LOAD, can_stage=True)
     fields: dict[str, Any] = {"finish": "length", "ttft_s": 0.5, "total_s": 2.0}
     good = LoadReply(stamps=[0.5, 2.0], tokens=[1, 2, 3], **fields)
@@ -175,7 +175,7 @@ def outcomes() -> list[VariantResult]:
     ]
 
 
-def test_what_failed_is_told() -> None:
+def test_failures_are_in_the_document() -> None:
     assert failure_of(outcomes()[:1]) is None
     sentence = failure_of(outcomes())
     assert sentence == (
@@ -189,7 +189,7 @@ def test_what_failed_is_told() -> None:
     assert document["variants"][2]["levels"] == []
 
 
-def test_what_failed_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failures_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     show(outcomes(), LOAD, NO_STAGING.format("shm"))
     out = capsys.readouterr().out
     assert "equal TP: TP1, page 32 → TP1, page 32; 4.00 KiB in all; requests: 1 by runs" in out
@@ -199,7 +199,7 @@ def test_what_failed_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "…" not in out
 
 
-def test_the_path_is_prefills_to_choose() -> None:
+def test_decode_cannot_force_a_mode() -> None:
     staged = WorkerSection(mode=TransferMode.STAGED)
     with pytest.raises(InputError, match=r"put it into a \[\[prefill\]\] section"):
         check(ClusterDescription(decode=(staged,)), ModelFolder(Path("x"), "m"))

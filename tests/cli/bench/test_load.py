@@ -1,4 +1,4 @@
-"""``kvferry bench serve``: against a worker of ours, and against endpoints that misbehave."""
+"""``kvferry bench serve`` against a worker and against faulty endpoints."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def bench(capsys: pytest.CaptureFixture[str]) -> Any:
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A worker that does both halves itself."""
+    """A worker that prefills and decodes."""
     folder = make_tiny(tmp_path_factory.mktemp("tiny"), seed=7)
     with hosted(options_for("decode", folder, None, Parallel())) as (running,):
         yield running.url
 
 
-def test_a_worker_of_ours_is_measured(bench: Any, worker: str, tmp_path: Path) -> None:
+def test_a_worker_is_measured(bench: Any, worker: str, tmp_path: Path) -> None:
     figure = tmp_path / "sweep.png"
     done = bench(f"--url {worker}/v1 {SMALL} --json --seed 5 --plot {figure}")
     assert (done.status, done.err) == (0, "")
@@ -73,7 +73,7 @@ def test_a_worker_of_ours_is_measured(bench: Any, worker: str, tmp_path: Path) -
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_it_prints_for_people(bench: Any, worker: str) -> None:
+def test_the_printed_report(bench: Any, worker: str) -> None:
     done = bench(f"--url {worker} --model model --concurrency 2 --requests 2 --output-tokens 2")
     assert (done.status, done.err) == (0, "")
     heads, row, *_ = done.out.splitlines()
@@ -110,7 +110,7 @@ def test_a_wrong_model_is_one_sentence(bench: Any, worker: str) -> None:
     assert "'gpt-9' does not exist" in done.document["error"]
 
 
-def test_failures_are_told_and_the_rest_is_shown(bench: Any) -> None:
+def test_failures_are_reported_beside_the_results(bench: Any) -> None:
     asked = 0
 
     async def flaky(request: web.Request) -> web.StreamResponse:
@@ -127,7 +127,7 @@ def test_failures_are_told_and_the_rest_is_shown(bench: Any) -> None:
     assert done.err == f"kvferry: {sentence}\n"
     assert done.document["error"] == sentence
     assert [level["failed"] for level in done.document["levels"]] == [1, 0]
-    # The endpoint counts otherwise than we do, which is told and not corrected.
+    # The endpoint's own token counts are reported as they are.
     assert done.document["levels"][0]["prompt_tokens"] == {"least": 7, "most": 7}
 
 
@@ -169,9 +169,7 @@ def test_bad_input_is_one_sentence(bench: Any, words: str, sentence: str) -> Non
     assert done.err.count("\n") == 1
 
 
-def test_a_figure_that_can_not_be_drawn_after_all_costs_no_results(
-    bench: Any, tmp_path: Path
-) -> None:
+def test_a_failed_figure_keeps_the_results(bench: Any, tmp_path: Path) -> None:
     full = tmp_path / "full.png"
     full.symlink_to("/dev/full")
     with served(streaming(*counted_stream(24, 5))) as url:

@@ -1,4 +1,4 @@
-"""``kvferry bench``: small runs of what measures large ones."""
+"""``kvferry bench transfer`` and ``control``: small runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def bench(capsys: pytest.CaptureFixture[str], words: str) -> Ran:
     [
         # Two layers of K and V, 96 tokens, to each of two ranks.
         ("--transport shm --prefill tp=1 --decode tp=2", "slices", 2 * 2 * 96 * 2),
-        # What is not said is auto, which takes shared memory on one host.
+        # The default is auto, which takes shared memory on one host.
         ("--prefill tp=1 --decode tp=2", "slices", 2 * 2 * 96 * 2),
         ("--transport nixl --prefill tp=1 --decode tp=2 --mode slices", "slices", 2 * 2 * 96 * 2),
         # One slot for each target.
@@ -61,7 +61,7 @@ def test_a_transfer_is_measured_and_verified(
     assert (report["transport"], report["chosen"]) == (asked, asked if asked != "auto" else "shm")
 
 
-def test_a_path_that_is_not_open_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mode_that_is_not_possible_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     done = bench(capsys, f"transfer {SHAPE} --prefill tp=1 --decode tp=2 --mode runs")
     assert done.status == 2
     assert done.err.count("\n") == 1

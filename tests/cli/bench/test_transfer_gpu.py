@@ -51,7 +51,7 @@ def test_the_cases_are_listed(script: ModuleType, capsys: pytest.CaptureFixture[
         ("--tokens x", "invalid int value"),
     ],
 )
-def test_bad_words_are_told(
+def test_bad_arguments_are_refused(
     script: ModuleType, capsys: pytest.CaptureFixture[str], words: str, told: str
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
@@ -77,7 +77,9 @@ def test_a_case_that_fails_is_a_line_too(script: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(("times", "ratio"), [((10.0, 10.0, 40.0), 1.0), ((40.0, 10.0, 40.0), 4.0)])
-def test_the_chooser_is_judged(script: ModuleType, times: tuple[float, ...], ratio: float) -> None:
+def test_the_chooser_is_compared_with_forced_modes(
+    script: ModuleType, times: tuple[float, ...], ratio: float
+) -> None:
     names = ("equal 1-1", "equal-runs 1-1", "equal-staged 1-1")
     lines = [{"case": n, "median_ms": ms} for n, ms in zip(names, times, strict=True)]
     (told,) = script.chooser_lines(lines)

@@ -1,4 +1,4 @@
-"""What every finding must be."""
+"""Checks of findings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kvferry doctor`` as a user runs it: real processes, real packages, real answers."""
+"""``kvferry doctor`` in real processes with real packages."""
 
 from __future__ import annotations
 

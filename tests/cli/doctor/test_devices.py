@@ -14,7 +14,7 @@ OK, NOTE, PROBLEM = State.OK, State.NOTE, State.PROBLEM
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:
-    """A machine's files below a folder."""
+    """Write a machine's files below a folder."""
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -51,7 +51,7 @@ def test_the_remedy_for_open_files_names_the_hard_limit() -> None:
 
 @ON_LINUX
 def test_a_peer_opens_at_most_the_assumed_number_of_files() -> None:
-    """Both ends of a control connection are in this process, so this counts too many."""
+    """This counts both ends of each control connection, so it is an upper bound."""
 
     def opened() -> int:
         return len(os.listdir("/proc/self/fd"))
@@ -159,13 +159,13 @@ def test_a_child_really_tries_to_write_this_process() -> None:
 
 @ON_LINUX
 def test_a_process_that_cannot_be_dumped_is_not_written() -> None:
-    """A process that can't be dumped is closed to all but those who may trace anything."""
+    """Only CAP_SYS_PTRACE may write a process that is not dumpable."""
 
     code = (
         "import ctypes; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\n"  # PR_SET_DUMPABLE
         "from kvferry.cli.doctor import host; print(host.try_cma()[0])"
     )
-    # What is dropped from the bounding set is lost with the next program (PR_CAPBSET_DROP).
+    # A capability dropped from the bounding set is gone after exec (PR_CAPBSET_DROP).
     launch = (
         f"import ctypes, os, sys; ctypes.CDLL(None).prctl(24, {Capability.SYS_PTRACE:d}, 0, 0, 0)\n"
         f"os.execv(sys.executable, [sys.executable, '-c', {code!r}])"

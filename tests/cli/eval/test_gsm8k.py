@@ -1,4 +1,4 @@
-"""``kvferry eval gsm8k`` as its user types it, against servers that answer in known ways."""
+"""``kvferry eval gsm8k`` against servers with scripted answers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of its own, and no key from outside."""
+    """Run each test in an empty folder without an API key."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     return tmp_path
@@ -62,7 +62,7 @@ async def knows_all(server: Server, question: str, request: web.Request) -> Said
 
 
 async def knows_half(server: Server, question: str, request: web.Request) -> Said:
-    """Right on even lines; on odd ones wrong, without a number, or cut."""
+    """Answer even lines correctly; odd lines wrongly, without a number, or cut."""
     problem = KEY[question]
     if problem.line % 2 == 0:
         return f"It is ${problem.expected:,}."
@@ -74,7 +74,7 @@ async def knows_half(server: Server, question: str, request: web.Request) -> Sai
 
 
 async def fails_often(server: Server, question: str, request: web.Request) -> Said:
-    """Right but for three lines: refused, refused, and broken off in mid-answer."""
+    """Answer correctly but for three lines: two refused, one aborted."""
     problem = KEY[question]
     if problem.line in (10, 12):
         return refusal(503, "no worker \x1b[2Jis up")
@@ -87,7 +87,7 @@ async def fails_often(server: Server, question: str, request: web.Request) -> Sa
 
 
 def stops_after(num: int) -> Any:
-    """Answers so many, and then keeps everybody waiting."""
+    """Return an answer function that hangs after ``num`` answers."""
     gate = iter(range(num))
 
     async def answer(server: Server, question: str, request: web.Request) -> Said:
@@ -101,7 +101,7 @@ def stops_after(num: int) -> Any:
 # ---------------------------------------------------------------- scores
 
 
-def test_everything_right(capsys: Capture, here: Path) -> None:
+def test_a_perfect_score(capsys: Capture, here: Path) -> None:
     with answering(knows_all) as server:
         found = document(capsys, 0, server, "--concurrency", "3")
     assert found["eval"] == "gsm8k"
@@ -114,8 +114,8 @@ def test_everything_right(capsys: Capture, here: Path) -> None:
     assert found["output_tokens"] == tokens
     assert found["output_tokens_per_s"] == pytest.approx(tokens / found["seconds"])
     assert found["interrupted"] is False
-    # The shots are in every prompt and not asked; questions begin in the file's order, and only
-    # those that are under way together may overtake each other.
+    # Every prompt has the shots, and no shot is asked. Questions begin in the file's order; only
+    # those in flight together may overtake each other.
     wanted = [problem.question for problem in PROBLEMS[8:]]
     assert sorted(server.asked) == sorted(wanted)
     assert all(abs(server.asked.index(one) - place) < 3 for place, one in enumerate(wanted))
@@ -149,7 +149,7 @@ def test_a_score_and_its_standard_error(capsys: Capture) -> None:
     assert 0 < log[4]["ttft_s"] <= log[4]["total_s"]
 
 
-def test_what_people_read(capsys: Capture, here: Path) -> None:
+def test_the_printed_score(capsys: Capture, here: Path) -> None:
     with answering(knows_half) as server:
         assert main(words_for(server, "--shots", "2", "--num", "10")) == 0
     out, err = capsys.readouterr()
@@ -166,9 +166,7 @@ def test_what_people_read(capsys: Capture, here: Path) -> None:
     assert len(lines_of(log)) == 10
 
 
-def test_a_conversation_with_a_key_and_a_name(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chat_with_a_key_and_a_model(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "from-outside")
     chat = ("--chat", "--model", MODEL, "--max-tokens", "77", "--num", "2", "--log", "log")
     with answering(knows_all) as server:
@@ -197,7 +195,7 @@ def test_shots_from_another_file(capsys: Capture, here: Path) -> None:
 # ---------------------------------------------------------------- what goes wrong
 
 
-def test_failures_are_counted_apart_named_and_told_by_the_status(capsys: Capture) -> None:
+def test_failures_are_counted_separately_and_set_the_status(capsys: Capture) -> None:
     with answering(fails_often) as server:
         found = document(capsys, 1, server, "--log", "log")
         assert main(words_for(server, "--log", "log")) == 1
@@ -222,7 +220,7 @@ def test_a_question_has_a_deadline(capsys: Capture) -> None:
     assert "within 0.5 s" in found["failures"][0]["reason"]
 
 
-def test_nothing_answered_is_no_score(capsys: Capture) -> None:
+def test_no_answer_gives_no_score(capsys: Capture) -> None:
     with answering(stops_after(0)) as server:
         more = ("--deadline", "0.3", "--log", "log")
         found = document(capsys, 1, server, *more)
@@ -232,7 +230,7 @@ def test_nothing_answered_is_no_score(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize(("num", "as_json"), [(4, True), (4, False), (0, True)])
-def test_what_was_done_when_interrupted_is_not_lost(here: Path, num: int, as_json: bool) -> None:
+def test_an_interrupt_keeps_the_answers(here: Path, num: int, as_json: bool) -> None:
     with answering(stops_after(num)) as server:
         words = words_for(server, "--shots", "1", "--concurrency", "2", "--log", "log")
         process = subprocess.Popen(
@@ -262,7 +260,7 @@ def test_what_was_done_when_interrupted_is_not_lost(here: Path, num: int, as_jso
         assert "4 of 13 questions have ended" in out
 
 
-def test_a_log_that_cannot_be_written_ends_it_with_a_sentence(capsys: Capture) -> None:
+def test_a_log_that_cannot_be_written_ends_the_run(capsys: Capture) -> None:
     with answering(knows_all) as server:
         assert main(words_for(server, "--log", "/dev/full")) == 2
         assert main(words_for(server, "--log", "no/such/folder/log")) == 2
@@ -316,7 +314,7 @@ def test_bad_input_is_one_sentence(
     assert list(here.iterdir()) == []
 
 
-def test_a_model_that_is_not_there_is_told_once(capsys: Capture, here: Path) -> None:
+def test_an_unknown_model_is_reported_once(capsys: Capture, here: Path) -> None:
     with answering(knows_all) as server:
         assert main(words_for(server, "--model", "nobody")) == 2
     err = capsys.readouterr().err
@@ -326,7 +324,7 @@ def test_a_model_that_is_not_there_is_told_once(capsys: Capture, here: Path) -> 
     assert list(here.iterdir()) == []
 
 
-def test_help_says_what_counts(capsys: Capture) -> None:
+def test_help_explains_the_score(capsys: Capture) -> None:
     with pytest.raises(SystemExit):
         main(["eval", "gsm8k", "--help"])
     out = capsys.readouterr().out
@@ -345,8 +343,8 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_a_worker_of_ours(capsys: Capture, worker: Worker, chat: bool) -> None:
-    """A random model is not right, but it answers."""
+def test_a_worker_is_scored(capsys: Capture, worker: Worker, chat: bool) -> None:
+    """A random model answers, though wrongly."""
     words = ["--url", f"{worker.url}/v1", "--shots", "1", "--num", "5", "--max-tokens", "8"]
     words += ["--concurrency", "3", "--log", "log", "--json", *(["--chat"] if chat else [])]
     assert main(words_for(None, *words)) == 0
@@ -358,7 +356,7 @@ def test_a_worker_of_ours(capsys: Capture, worker: Worker, chat: bool) -> None:
     assert all(one["prompt_tokens"] > 50 and one["ttft_s"] > 0 for one in log)
 
 
-def test_a_prompt_that_is_too_long_is_told_once(capsys: Capture, worker: Worker) -> None:
+def test_a_prompt_that_is_too_long_is_reported_once(capsys: Capture, worker: Worker) -> None:
     words = ["--url", worker.url, "--shots", "13"]
     assert main(words_for(None, *words)) == 2
     assert "maximum context length" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The figure."""
+"""The figure of a sweep."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_figure_of_every_kind_is_drawn(tmp_path: Path, ending: str) -> None:
             assert b"<!-- %b -->" % label in content
 
 
-def test_nothing_at_all_can_be_drawn(tmp_path: Path) -> None:
+def test_an_empty_figure_is_drawn(tmp_path: Path) -> None:
     draw(tmp_path / "x.png", "nothing", [])
     draw(tmp_path / "x.png", "nothing", [Series("none", [])])
     assert (tmp_path / "x.png").stat().st_size > 0
@@ -49,7 +49,9 @@ def test_nothing_at_all_can_be_drawn(tmp_path: Path) -> None:
         ("folder.png", "choose a folder that exists"),
     ],
 )
-def test_what_can_not_be_written_is_one_sentence(tmp_path: Path, name: str, sentence: str) -> None:
+def test_a_figure_that_cannot_be_written_is_refused(
+    tmp_path: Path, name: str, sentence: str
+) -> None:
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(InputError, match=sentence):
         check_plot_path(str(tmp_path / name))
@@ -63,7 +65,7 @@ def test_a_disk_that_is_full_is_one_sentence(tmp_path: Path) -> None:
         draw(full, "t", [series("one", 1)])
 
 
-def test_without_matplotlib_it_says_what_to_install(tmp_path: Path) -> None:
+def test_a_missing_matplotlib_is_reported(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
         "from kvferry.cli.load.plot import check_plot_path\n"

@@ -1,4 +1,4 @@
-"""The loop that puts load on an endpoint."""
+"""The closed loop of requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Watching:
 
 
 class Endpoint:
-    """Answers as it should, unless ``refuse`` or ``fail`` say otherwise; remembers everything."""
+    """A correct endpoint that records its requests; ``problem`` may return an error."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -62,7 +62,7 @@ def load(**fields: Any) -> Load:
     return Load(**({"concurrency": (1, 4)} | short | fields))
 
 
-def test_as_many_as_wanted_are_under_way() -> None:
+def test_the_loop_keeps_the_concurrency() -> None:
     endpoint, watching = Endpoint(), Watching()
     with served(endpoint) as url:
         sweep = run_sweep(url, load(requests=6), watching)
@@ -124,14 +124,14 @@ def test_the_most_exact_form_that_is_taken_is_found(form: PromptForm) -> None:
     assert (sweep.form, sweep.failure) == (str(form), None)
 
 
-def test_words_are_as_many_as_tokens() -> None:
+def test_a_text_prompt_has_a_word_for_each_token() -> None:
     asker = Asker("m", 40, 2, seed=3)
     body = asker.body(PromptForm(PromptKind.TEXT, exact=False))
     assert len(body["prompt"].split()) == 40
     assert body["prompt"] != asker.body(PromptForm(PromptKind.TEXT, exact=False))["prompt"]
 
 
-def test_what_no_form_mends_is_told_in_the_words_of_the_first() -> None:
+def test_the_first_refusal_is_reported_if_no_form_is_accepted() -> None:
     class Strict(Endpoint):
         def problem(self, body: dict[str, Any], path: str) -> web.Response | None:
             return refusal(f"no {path}")
@@ -146,9 +146,7 @@ def test_what_no_form_mends_is_told_in_the_words_of_the_first() -> None:
 
 
 @pytest.mark.parametrize(("status", "kind"), [(401, InputError), (500, KvferryError)])
-def test_another_form_is_not_tried_where_it_would_not_help(
-    status: int, kind: type[Exception]
-) -> None:
+def test_final_refusals_end_the_warm_up(status: int, kind: type[Exception]) -> None:
     class Closed(Endpoint):
         def problem(self, body: dict[str, Any], path: str) -> web.Response | None:
             return refusal("closed", status)
@@ -173,7 +171,7 @@ def test_failures_are_counted_with_the_first_reason() -> None:
     assert sweep.failure == "2 of 16 requests failed; the first: number 4"
 
 
-def test_an_endpoint_that_is_gone_is_not_asked_on() -> None:
+def test_a_dead_endpoint_ends_the_sweep() -> None:
     class Dying(Endpoint):
         def problem(self, body: dict[str, Any], path: str) -> web.Response | None:
             return refusal("gone", 503) if len(self.bodies) > 1 else None
@@ -195,7 +193,7 @@ def test_an_answer_without_text_is_a_failure() -> None:
         run_sweep(url, load(), Watching())
 
 
-def test_a_deadline_ends_what_hangs() -> None:
+def test_a_hanging_request_ends_at_its_deadline() -> None:
     class Slow(Endpoint):
         async def __call__(self, request: web.Request) -> web.StreamResponse:
             if self.bodies:
@@ -209,6 +207,6 @@ def test_a_deadline_ends_what_hangs() -> None:
     assert level.first_failure == "no complete answer within 0.5 s"
 
 
-def test_how_many_requests() -> None:
+def test_number_of_requests() -> None:
     assert [load().num_requests(n) for n in (1, 2, 4)] == [8, 8, 16]
     assert [load(requests=3).num_requests(n) for n in (1, 4)] == [3, 4]

@@ -18,9 +18,7 @@ def config(words: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(capsys.readouterr().out.splitlines()[-1])["config"]
 
 
-def test_a_flag_a_file_and_a_default_are_told_apart(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_sources_of_values_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     router = config(["serve", "router", "--discovery", "http://10.0.0.1:7077"], capsys)
     assert router["discovery"] == {"value": "http://10.0.0.1:7077", "from": "--discovery"}
     assert router["port"] == {"value": 8000, "from": "default"}
