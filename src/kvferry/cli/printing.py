@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvferry.errors import Reason
 from kvferry.plan import TransferMode
@@ -48,3 +49,21 @@ def print_refusal(reasons: Sequence[Reason], *, heading: str, as_json: bool) -> 
 def console() -> Console:
     """Return a console: as wide as the terminal, 120 columns into a pipe."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+
+
+def counting_bar() -> Progress:
+    """Return a progress bar on standard error, hidden unless that is a terminal.
+
+    Tasks have a field ``result`` for the result so far.
+    """
+    stderr = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[result]}"),
+        console=stderr,
+        disable=not stderr.is_terminal,
+        transient=True,
+    )

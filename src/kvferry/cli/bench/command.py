@@ -70,18 +70,13 @@ def _add_transfer(kinds: argparse._SubParsersAction[Any]) -> None:
         description="Carry one request's cache from one layout to another and time it.",
         epilog=TRANSFER_EXAMPLE,
     )
+    add, modes = parser.add_argument, ["auto", *map(str, TransferMode)]
     add_flags(parser, required=True, tokens=4096)
-    parser.add_argument(
-        "--mode",
-        choices=["auto", *(p.value for p in TransferMode)],
-        default="auto",
-        help="force a mode",
-    )
-    parser.add_argument("--repeat", default="5", metavar="N", help="timed repetitions (5)")
-    parser.add_argument("--chunk", metavar="N", help="tokens in each push (all at once)")
-    parser.add_argument("--staging-mib", metavar="N", help="staging memory in MiB (64)")
-    parser.add_argument("--slot-mib", metavar="N", help="size of a staging slot in MiB")
-    _add_device(parser)
+    add("--mode", choices=modes, default="auto", help="force a mode")
+    add("--repeat", default="5", metavar="N", help="timed repetitions (5)")
+    add("--chunk", metavar="N", help="tokens in each push (all at once)")
+    add("--staging-mib", metavar="N", help="staging memory in MiB (64)")
+    add("--slot-mib", metavar="N", help="size of a staging slot in MiB")
     _add_common(parser, "transfer")
 
 
@@ -92,12 +87,19 @@ def _add_control(kinds: argparse._SubParsersAction[Any]) -> None:
         description="Carry rooms of one page, so that only messages and threads count.",
         epilog=CONTROL_EXAMPLE,
     )
-    parser.add_argument(
-        "--concurrency", default="1,8,64", metavar="LIST", help="rooms in flight (1,8,64)"
-    )
-    parser.add_argument("--rooms", default="400", metavar="N", help="rooms for each (400)")
-    _add_device(parser)
+    add = parser.add_argument
+    add("--concurrency", default="1,8,64", metavar="LIST", help="rooms in flight (1,8,64)")
+    add("--rooms", default="400", metavar="N", help="rooms for each (400)")
     _add_common(parser, "control")
+
+
+def _add_common(parser: argparse.ArgumentParser, module: str) -> None:
+    add = parser.add_argument
+    add("--device", default="cpu", help="where the pools are: cpu or cuda")
+    transports = "auto (default): the best that works; or shm, cuda, nixl, mooncake, shm,nixl, ..."
+    add("--transport", default="auto", metavar="NAME", help=transports)
+    add("--json", action="store_true", help="print one JSON document")
+    parser.set_defaults(run=lambda args: _run(module, args))
 
 
 def _add_serve(kinds: argparse._SubParsersAction[Any]) -> None:
@@ -107,9 +109,10 @@ def _add_serve(kinds: argparse._SubParsersAction[Any]) -> None:
         description="Put load on an endpoint with OpenAI's API and measure its answers.",
         epilog=SERVE_EXAMPLE,
     )
-    parser.add_argument("--url", required=True, metavar="URL", help="as in http://127.0.0.1:8000")
-    parser.add_argument("--model", metavar="NAME", help="(the first that the endpoint lists)")
-    parser.add_argument("--api-key", metavar="KEY", help="(default: $OPENAI_API_KEY, or none)")
+    add = parser.add_argument
+    add("--url", required=True, metavar="URL", help="as in http://127.0.0.1:8000")
+    add("--model", metavar="NAME", help="(the first that the endpoint lists)")
+    add("--api-key", metavar="KEY", help="(default: $OPENAI_API_KEY, or none)")
     _add_load(parser, "load", concurrency="1,2,4,8,16", tokens=("256", "32"))
 
 
@@ -120,14 +123,12 @@ def _add_compare(kinds: argparse._SubParsersAction[Any]) -> None:
         description="Serve on this machine in three ways and put the same load on each.",
         epilog=COMPARE_EXAMPLE,
     )
+    add = parser.add_argument
     add_model(parser)
     for name, default in (("prefill", PREFILL), ("decode", DECODE)):
-        parser.add_argument(
-            f"--{name}", metavar="SIDE", help=f"tp, pp, page, order, dtype ({default})"
-        )
-    parser.add_argument(
-        "--transport", metavar="NAME", help="(the first that is installed: nixl, mooncake, shm)"
-    )
+        add(f"--{name}", metavar="SIDE", help=f"tp, pp, page, order, dtype ({default})")
+    installed = "(the first that is installed: nixl, mooncake, shm)"
+    add("--transport", metavar="NAME", help=installed)
     _add_load(parser, "compare", concurrency="1,2,4", tokens=("128", "16"), requests="8")
     # A cluster description needs these; a comparison has no flags for them.
     parser.set_defaults(host=None, port="0", key=None, policy=None, on_failure=None)
@@ -141,41 +142,17 @@ def _add_load(
     tokens: tuple[str, str],
     requests: str | None = None,
 ) -> None:
-    parser.add_argument(
-        "--concurrency",
-        default=concurrency,
-        metavar="LIST",
-        help=f"requests in flight, one level after the other ({concurrency})",
-    )
+    add = parser.add_argument
+    levels = f"requests in flight, one level after the other ({concurrency})"
+    add("--concurrency", default=concurrency, metavar="LIST", help=levels)
     for name, default in zip(("input", "output"), tokens, strict=True):
-        parser.add_argument(
-            f"--{name}-tokens", default=default, metavar="N", help=f"of each request ({default})"
-        )
+        add(f"--{name}-tokens", default=default, metavar="N", help=f"of each request ({default})")
     count = requests or "4 times the concurrency, at least 8"
-    parser.add_argument(
-        "--requests", default=requests, metavar="N", help=f"for each level ({count})"
-    )
-    parser.add_argument("--seed", metavar="N", help="of the prompts (another in each run)")
-    parser.add_argument(
-        "--deadline", default="300", metavar="S", help="seconds for a request (300)"
-    )
-    parser.add_argument("--plot", metavar="FILE", help="draw a figure: .png, .svg or .pdf")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.set_defaults(run=lambda args: _run(module, args))
-
-
-def _add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="cpu", help="where the pools are: cpu or cuda")
-
-
-def _add_common(parser: argparse.ArgumentParser, module: str) -> None:
-    parser.add_argument(
-        "--transport",
-        default="auto",
-        metavar="NAME",
-        help="auto (default): the best that works; or shm, cuda, nixl, mooncake, shm,nixl, ...",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add("--requests", default=requests, metavar="N", help=f"for each level ({count})")
+    add("--seed", metavar="N", help="of the prompts (another in each run)")
+    add("--deadline", default="300", metavar="S", help="seconds for a request (300)")
+    add("--plot", metavar="FILE", help="draw a figure: .png, .svg or .pdf")
+    add("--json", action="store_true", help="print one JSON document")
     parser.set_defaults(run=lambda args: _run(module, args))
 
 

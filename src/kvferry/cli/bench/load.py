@@ -8,12 +8,10 @@ import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from kvferry.cli.load.client import LoadReply
@@ -21,7 +19,7 @@ from kvferry.cli.load.plot import Series, check_plot_path, draw
 from kvferry.cli.load.stats import Level, Range, Spread
 from kvferry.cli.load.sweep import Load, run_sweep
 from kvferry.cli.parsing import given, number, one_line, whole
-from kvferry.cli.printing import console, print_document
+from kvferry.cli.printing import console, counting_bar, print_document
 from kvferry.errors import InputError, KvferryError
 from kvferry.plan.units import human_seconds
 
@@ -87,39 +85,34 @@ def plot_path(args: argparse.Namespace) -> Path | None:
     return None if name is None else check_plot_path(name)
 
 
-class LoadProgress(Progress):
-    """A progress bar on standard error; watches a sweep."""
+class LoadProgress:
+    """A progress bar that watches a sweep."""
 
     def __init__(self, prefix: str = "") -> None:
-        stderr = Console(stderr=True)
-        super().__init__(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[failed]}"),
-            console=stderr,
-            disable=not stderr.is_terminal,
-            transient=True,
-        )
-        self._prefix = prefix
-        self._task = self.add_task(f"{prefix}warming up", total=None, failed="")
-        self._num_failed = 0
+        self._prefix, self._num_failed = prefix, 0
+        self._bar = counting_bar()
+        self._task = self._bar.add_task(f"{prefix}warming up", total=None, result="")
 
-    def show(self, text: str) -> None:
-        """Describe a step without a count."""
-        self.reset(self._task, total=None, description=f"{self._prefix}{text}")
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._bar.stop()
+
+    def show(self, text: str, total: int | None = None) -> None:
+        """Describe the current step."""
+        self._bar.reset(self._task, total=total, description=f"{self._prefix}{text}")
 
     def level(self, concurrency: int, num_requests: int) -> None:
         """Start the count of a level."""
-        text = f"{self._prefix}{concurrency} at once"
-        self.reset(self._task, total=num_requests, description=text)
+        self.show(f"{concurrency} at once", num_requests)
 
     def answered(self, reply: LoadReply) -> None:
         """Count one ended request."""
         self._num_failed += bool(reply.error)
         failed = f"[red]{self._num_failed} failed[/]" if self._num_failed else ""
-        self.update(self._task, advance=1, failed=failed)
+        self._bar.update(self._task, advance=1, result=failed)
 
 
 # ---------------------------------------------------------------- output

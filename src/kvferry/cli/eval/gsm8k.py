@@ -13,21 +13,13 @@ from typing import IO, Any
 
 import aiohttp
 import msgspec
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from kvferry.cli.eval.problems import Problem, Quiz, make_quiz, read_problems, request_body
 from kvferry.cli.eval.results import QuestionOutcome, SharedReason, Tally, judge, tally
 from kvferry.cli.eval.score import standard_error
 from kvferry.cli.load.client import CHAT, COMPLETIONS, ask, base_url, find_model, session_for
 from kvferry.cli.parsing import given, number, one_line, show_path, whole
+from kvferry.cli.printing import counting_bar, print_document
 from kvferry.errors import InputError
 from kvferry.plan.units import human_seconds
 
@@ -80,8 +72,7 @@ def run(args: argparse.Namespace) -> int:
         "log": log.name,
     }
     if args.json:
-        document = {"eval": "gsm8k", **settings, **msgspec.to_builtins(totals)}
-        print(msgspec.json.encode(document).decode())
+        print_document({"eval": "gsm8k", **settings, **msgspec.to_builtins(totals)})
     else:
         print(report(totals, settings))
     if interrupted:
@@ -183,19 +174,8 @@ class AnswerLog:
         self._file: IO[bytes] | None = None
         self._num_questions = num_questions
         self._began = self._ended = time.monotonic()
-        console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[score]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("waiting for the endpoint", total=None, score="")
+        self._bar = counting_bar()
+        self._task = self._bar.add_task("waiting for the endpoint", total=None, result="")
 
     def __enter__(self) -> AnswerLog:
         self._bar.start()
@@ -243,7 +223,7 @@ class AnswerLog:
         num_right = sum(one.right is True for one in self.outcomes)
         failed = f", {num_failed} failed" if num_failed else ""
         score = f"score {_score(num_right, len(self.outcomes) - num_failed)}{failed}"
-        self._bar.update(self._task, advance=1, score=score)
+        self._bar.update(self._task, advance=1, result=score)
 
 
 def open_log(name: str | None) -> IO[bytes]:

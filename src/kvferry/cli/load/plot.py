@@ -26,7 +26,8 @@ class Series(NamedTuple):
     levels: Sequence[Level]
 
 
-Value = Callable[[Level], float | None]
+# The lower and the upper line of a panel at one level; None is left out.
+Points = tuple[float | None, float | None]
 
 
 def check_plot_path(name: str) -> Path:
@@ -52,16 +53,15 @@ def draw(path: Path, title: str, series: Sequence[Series]) -> None:
 
     figure = Figure(figsize=SIZE_INCHES, layout="constrained")
     figure.suptitle(f"{title}  (solid p50, dashed p99)")
-    throughput = (lambda level: level.output_tokens_per_s, lambda _: None)
-    panels = (
-        ("Time to first token", "s", *_percentiles(lambda level: level.ttft_s, 1.0)),
-        ("Time per output token", "ms", *_percentiles(lambda level: level.tpot_s, 1e3)),
-        ("Throughput", "output tokens/s", *throughput),
-    )
-    for axes, (heading, unit, p50, p99) in zip(figure.subplots(1, 3), panels, strict=True):
+    panels: list[tuple[str, str, Callable[[Level], Points]]] = [
+        ("Time to first token", "s", lambda level: _points(level.ttft_s, 1.0)),
+        ("Time per output token", "ms", lambda level: _points(level.tpot_s, 1e3)),
+        ("Throughput", "output tokens/s", lambda level: (level.output_tokens_per_s, None)),
+    ]
+    for axes, (heading, unit, points) in zip(figure.subplots(1, 3), panels, strict=True):
         axes.set_title(heading, fontsize="medium")
         axes.set_ylabel(unit)
-        _fill(axes, series, p50, p99)
+        _fill(axes, series, points)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     try:
@@ -70,23 +70,22 @@ def draw(path: Path, title: str, series: Sequence[Series]) -> None:
         raise KvferryError(f"cannot write {str(path)!r}: {error.strerror}") from None
 
 
-def _percentiles(spread_of: Callable[[Level], Spread | None], scale: float) -> tuple[Value, Value]:
-    def p50(level: Level) -> float | None:
-        spread = spread_of(level)
-        return None if spread is None else spread.p50 * scale
-
-    def p99(level: Level) -> float | None:
-        spread = spread_of(level)
-        return None if spread is None else spread.p99 * scale
-
-    return p50, p99
+def _points(spread: Spread | None, scale: float) -> Points:
+    return (spread.p50 * scale, spread.p99 * scale) if spread else (None, None)
 
 
-def _fill(axes: Axes, series: Sequence[Series], p50: Value, p99: Value) -> None:
+def _fill(axes: Axes, series: Sequence[Series], points: Callable[[Level], Points]) -> None:
     for one, colour in zip(series, COLOURS, strict=False):
         label = one.name if any(level.ttft_s for level in one.levels) else f"{one.name}: no answers"
-        _line(axes, one.levels, p50, color=colour, marker="o", label=label)
-        _line(axes, one.levels, p99, color=colour, linestyle="--", linewidth=1.0)
+        styles: list[dict[str, Any]] = [
+            {"marker": "o", "label": label},
+            {"linestyle": "--", "linewidth": 1.0},
+        ]
+        for column, style in enumerate(styles):
+            values = [(level.concurrency, points(level)[column]) for level in one.levels]
+            known = [(x, y) for x, y in values if y is not None]
+            # A line without points still has its name in the legend.
+            axes.plot([x for x, _ in known], [y for _, y in known], color=colour, **style)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("requests in flight")
     ticks = sorted({level.concurrency for one in series for level in one.levels})
@@ -94,11 +93,3 @@ def _fill(axes: Axes, series: Sequence[Series], p50: Value, p99: Value) -> None:
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-
-
-def _line(
-    axes: Axes, levels: Sequence[Level], value: Callable[[Level], float | None], **style: Any
-) -> None:
-    points = [(level.concurrency, y) for level in levels if (y := value(level)) is not None]
-    # A line without points still has its name in the legend.
-    axes.plot([x for x, _ in points], [y for _, y in points], **style)
