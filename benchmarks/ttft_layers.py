@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 
 from kvferry.cli.load.client import LoadReply, ask, session_for
-from kvferry.cli.load.prompts import Asker, PromptForm, PromptKind
+from kvferry.cli.load.prompts import PromptForm, PromptGenerator, PromptKind
 from kvferry.reference.cluster.description import (
     ClusterDescription,
     DiscoverySection,
@@ -101,14 +101,14 @@ async def compare(
         sessions = [await stack.enter_async_context(session_for(url)) for url in urls]
         rows = []
         for tokens in sizes:
-            rounds = await asked(sessions, Asker(model, tokens, 4, SEED), args.repeat)
+            rounds = await asked(sessions, PromptGenerator(model, tokens, 4, SEED), args.repeat)
             rows.append(row(tokens, ways, rounds))
             print(rows[-1], file=sys.stderr, flush=True)
         return rows
 
 
 async def asked(
-    sessions: list[aiohttp.ClientSession], asker: Asker, repeat: int
+    sessions: list[aiohttp.ClientSession], asker: PromptGenerator, repeat: int
 ) -> list[list[LoadReply]]:
     """For each prompt, the reply of each cluster; who is asked first changes."""
     rounds = []

@@ -51,7 +51,7 @@ class PromptForm(NamedTuple):
 FORMS = tuple(PromptForm(kind, exact) for exact in (True, False) for kind in PromptKind)
 
 
-class Asker:
+class PromptGenerator:
     """Makes the request bodies of a run, no two of them alike."""
 
     def __init__(self, model: str, input_tokens: int, output_tokens: int, seed: int) -> None:

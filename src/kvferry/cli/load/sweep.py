@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import aiohttp
 import msgspec
 
 from kvferry.cli.load.client import LoadReply, ask, find_model, session_for
-from kvferry.cli.load.prompts import FORMS, Asker, PromptForm
+from kvferry.cli.load.prompts import FORMS, PromptForm, PromptGenerator
 from kvferry.cli.load.stats import Level, summarise
 from kvferry.errors import InputError, KvferryError
 
@@ -95,8 +96,8 @@ def run_sweep(url: str, load: Load, watcher: SweepWatcher, *, api_key: str | Non
 async def sweep(session: aiohttp.ClientSession, load: Load, watcher: SweepWatcher) -> Sweep:
     """Find an accepted form of request, warm up, then measure every concurrency."""
     model = load.model or await find_model(session)
-    asker = Asker(model, load.input_tokens, load.output_tokens, load.seed)
-    runner = _Runner(session, load, asker, watcher)
+    prompts = PromptGenerator(model, load.input_tokens, load.output_tokens, load.seed)
+    runner = _Runner(session, load, prompts, watcher)
     form = await runner.warm_up()
     levels: list[Level] = []
     for concurrency in load.concurrency:
@@ -108,16 +109,14 @@ async def sweep(session: aiohttp.ClientSession, load: Load, watcher: SweepWatche
     return Sweep(model=model, form=str(form), levels=levels)
 
 
+@dataclass(frozen=True)
 class _Runner:
     """Sends requests to one endpoint."""
 
-    def __init__(
-        self, session: aiohttp.ClientSession, load: Load, asker: Asker, watcher: SweepWatcher
-    ) -> None:
-        self._session = session
-        self._load = load
-        self._asker = asker
-        self._watcher = watcher
+    session: aiohttp.ClientSession
+    load: Load
+    prompts: PromptGenerator
+    watcher: SweepWatcher
 
     async def warm_up(self) -> PromptForm:
         """Return the first form that the endpoint accepts; this also warms up connections."""
@@ -135,23 +134,23 @@ class _Runner:
         raise kind(f"the warm-up request failed: {reply.error}")
 
     async def _ask(self, form: PromptForm) -> LoadReply:
-        body = {**self._asker.body(form), **self._load.extra}
-        reply = await ask(self._session, body, path=form.path, deadline_s=self._load.deadline_s)
+        body = {**self.prompts.body(form), **self.load.extra}
+        reply = await ask(self.session, body, path=form.path, deadline_s=self.load.deadline_s)
         if not (reply.error or reply.stamps):
             reply.error = "the answer is empty"
         return reply
 
     async def level(self, form: PromptForm, concurrency: int) -> list[LoadReply]:
         """Return all replies of one concurrency, in the order in which they ended."""
-        num_requests = self._load.num_requests(concurrency)
-        self._watcher.level(concurrency, num_requests)
+        num_requests = self.load.num_requests(concurrency)
+        self.watcher.level(concurrency, num_requests)
         replies: list[LoadReply] = []
         numbers = iter(range(num_requests))
 
         async def worker() -> None:
             for _ in numbers:
                 replies.append(await self._ask(form))
-                self._watcher.answered(replies[-1])
+                self.watcher.answered(replies[-1])
                 if len(replies) >= concurrency and all(reply.error for reply in replies):
                     # The endpoint has answered none of the first requests.
                     return
