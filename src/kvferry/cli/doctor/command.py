@@ -109,7 +109,7 @@ def examine(request: DoctorRequest, pairing: Pairing | tuple[Reason, ...] | None
     from kvferry.cli.doctor import cluster, devices, host  # noqa: PLC0415
     from kvferry.cli.doctor.probes import run_probe  # noqa: PLC0415
 
-    names = devices.transport_names(request)
+    names = devices.installed_transports(request)
     fit = pairing if isinstance(pairing, cluster.Pairing) else None
     num_peers, request_bytes = (fit.num_peers, fit.request_bytes) if fit else (None, None)
     ports = devices.rdma_ports()

@@ -45,7 +45,7 @@ VERBS = "libibverbs.so.1"
 # ---------------------------------------------------------------- transports
 
 
-def transport_names(request: DoctorRequest) -> list[str]:
+def installed_transports(request: DoctorRequest) -> list[str]:
     """Return every installed transport, the requested ones first."""
     known = sorted(entry_points(group=GROUP).names)
     for name in request.transports:

@@ -39,7 +39,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class _Document(msgspec.Struct):
+class _ReplyDocument(msgspec.Struct):
     """A completion, a chat completion, an event of either, or an error in any known form."""
 
     choices: list[_Choice] | None = None
@@ -82,7 +82,7 @@ class LoadReply:
         counted = self.usage.get("prompt_tokens")
         return counted if isinstance(counted, int) else None
 
-    def _add(self, document: _Document, seconds: float) -> None:
+    def _add(self, document: _ReplyDocument, seconds: float) -> None:
         if document.error:
             self.error = _error_in(document) or "an error without a reason"
             return
@@ -192,7 +192,7 @@ class _UnusableReply(Exception):
     """A reply that cannot be used; the message is for people."""
 
 
-async def _documents(response: aiohttp.ClientResponse) -> AsyncIterator[_Document | None]:
+async def _documents(response: aiohttp.ClientResponse) -> AsyncIterator[_ReplyDocument | None]:
     """Yield the documents of a reply, and None for the server's end mark."""
     if response.status == 200 and response.content_type == "text/event-stream":
         reader = EventReader(MAX_BODY_BYTES)
@@ -220,11 +220,11 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
     return bytes(body)
 
 
-def _decode(text: str) -> _Document | None:
+def _decode(text: str) -> _ReplyDocument | None:
     if text == "[DONE]":
         return None
     try:
-        return msgspec.json.decode(text, type=_Document)
+        return msgspec.json.decode(text, type=_ReplyDocument)
     except msgspec.ValidationError:
         if text.lstrip().startswith("{"):
             shown = f"the answer is not what OpenAI's API has: {text!r:.{SHOWN}}"
@@ -237,7 +237,7 @@ def _decode(text: str) -> _Document | None:
 # ---------------------------------------------------------------- reasons
 
 
-def _error_in(document: _Document) -> str:
+def _error_in(document: _ReplyDocument) -> str:
     """Return the sentence of an error document, in any of the forms that servers use."""
     error = document.error
     if isinstance(error, dict):
@@ -249,7 +249,7 @@ def _error_in(document: _Document) -> str:
 def _refusal(status: int, body: bytes) -> str:
     text = " ".join(body.decode(errors="replace").split())
     try:
-        sentence = _error_in(msgspec.json.decode(body, type=_Document))
+        sentence = _error_in(msgspec.json.decode(body, type=_ReplyDocument))
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         sentence = ""
     return sentence or (
