@@ -27,7 +27,7 @@ def print_document(document: dict[str, Any]) -> None:
 def print_refusal(reasons: Sequence[Reason], *, heading: str, as_json: bool) -> None:
     """Print every reason of a refusal."""
     if as_json:
-        empty = {path: {"pieces": 0, "bytes": 0, "open": False} for path in TransferMode}
+        empty = {mode: {"pieces": 0, "bytes": 0, "open": False} for mode in TransferMode}
         print_document(
             {
                 "compatible": False,
@@ -35,7 +35,7 @@ def print_refusal(reasons: Sequence[Reason], *, heading: str, as_json: bool) -> 
                 "digest": None,
                 "bytes": 0,
                 "moves": [],
-                "paths": empty,
+                "modes": empty,
                 "chosen": None,
             }
         )

@@ -17,7 +17,6 @@ import kvferry
 from kvferry.cli.doctor import REPORT, Area, DoctorRequest, Finding, read_kernel_file
 from kvferry.cli.doctor.probes import PIECE_BYTES, ProbeFailed, run_probe
 from kvferry.plan.units import human_bytes, human_seconds
-from kvferry.reference.ranks import folders
 from kvferry.transports import segments
 
 MACHINE, MEMORY, COPIES = Area("machine"), Area("memory"), Area("copies")
@@ -132,9 +131,8 @@ def judge_shm(
 
 
 def check_leftovers() -> Finding:
-    """List segments and folders of workers that were killed together with their cleaner."""
+    """List shared memory of workers that were killed together with their cleanup process."""
     found = [f"{path} ({human_bytes(path.stat().st_size)})" for path in segments.leftovers()]
-    found += map(str, folders.leftovers())
     if not found:
         return MEMORY.ok("leftovers", "none")
     remedy = "start any worker or endpoint on this host, which removes them, or remove them"
