@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 
 from kvferry.cli.load.client import LoadReply, ask, session_for
-from kvferry.cli.load.prompts import Asker, PromptForm, PromptKind
+from kvferry.cli.load.prompts import PromptForm, PromptGenerator, PromptKind
 from kvferry.reference.cluster.description import (
     ClusterDescription,
     DiscoverySection,

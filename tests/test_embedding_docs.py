@@ -1,4 +1,4 @@
-"""docs/embedding.md is a program that runs, and tells of everything that an engine may call."""
+"""The embedding tutorial runs, and its reference covers everything that an engine may call."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from kvferry.endpoint.incoming import Incoming
 from kvferry.endpoint.outgoing import Outgoing
 from kvferry.protocol.outcome import FailureCode
 
-GUIDE = Path(__file__).parents[1] / "docs" / "embedding.md"
-TEXT = GUIDE.read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[1] / "docs"
+TUTORIAL, REFERENCE = DOCS / "embedding.md", DOCS / "embedding-reference.md"
+TEXT = REFERENCE.read_text(encoding="utf-8")
 
 
 def program(text: str) -> str:
-    """The code blocks one after another, each on the line that it has in the page."""
+    """Return the code blocks one after another, each on the line that it has in the page."""
     lines = []
     inside = False
     for line in text.splitlines():
@@ -30,13 +31,17 @@ def program(text: str) -> str:
     return "\n".join(lines)
 
 
+def run(page: Path, namespace: dict[str, Any]) -> None:
+    exec(compile(program(page.read_text(encoding="utf-8")), str(page), "exec"), namespace)
+
+
 @pytest.mark.timeout(60)
-def test_the_guide_runs() -> None:
+def test_the_tutorial_runs() -> None:
     namespace: dict[str, Any] = {}
     try:
-        exec(compile(program(TEXT), str(GUIDE), "exec"), namespace)
+        run(TUTORIAL, namespace)
     finally:
-        # Whatever a block has begun ends here too if a later one fails.
+        # Close what a block has opened if a later one fails.
         for endpoint in (namespace.get("target"), *namespace.get("sources", ())):
             if endpoint is not None:
                 endpoint.close()
@@ -45,10 +50,16 @@ def test_the_guide_runs() -> None:
     assert namespace["outcome"].metadata == b"the first token"
 
 
-def test_the_page_on_plans_runs() -> None:
-    page = GUIDE.with_name("planning.md")
+@pytest.mark.timeout(60)
+def test_the_reference_runs() -> None:
     namespace: dict[str, Any] = {}
-    exec(compile(program(page.read_text(encoding="utf-8")), str(page), "exec"), namespace)
+    run(REFERENCE, namespace)
+    assert namespace["into"].metadata == b"found"
+
+
+def test_the_page_on_plans_runs() -> None:
+    namespace: dict[str, Any] = {}
+    run(DOCS / "planning.md", namespace)
     assert namespace["plan"].payload_bytes(namespace["Request"](8192)) == 2147483648
 
 
@@ -62,18 +73,18 @@ def public(owner: type) -> set[str]:
     return {name for name in vars(owner) if not name.startswith("_")}
 
 
-# Between the owner's thread and the handle; no engine calls these.
-INNER = {"set_missing", "end", "release"}
+# Called by the loop thread only.
+INNER = {"know_bad", "end", "release"}
 
 
-def test_every_call_of_an_engine_is_told() -> None:
+def test_every_call_of_an_engine_is_documented() -> None:
     calls = set().union(*map(public, (Handle, Outgoing, Incoming))) - INNER
     calls |= {"open", "receive", "statuses", "declare_dead", "close", "stats", "staging_bytes"}
     assert {name for name in calls if not re.search(rf"\b{name}\b", TEXT)} == set()
 
 
 @pytest.mark.parametrize("call", [TargetEndpoint.receive, Outgoing.close, SourceEndpoint.__init__])
-def test_every_argument_is_told(call: Any) -> None:
+def test_every_argument_is_documented(call: Any) -> None:
     names = [name for name in inspect.signature(call).parameters if name != "self"]
     assert [name for name in names if not re.search(rf"`?\b{name}\b", TEXT)] == []
 
@@ -83,13 +94,15 @@ def test_every_failure_has_a_remedy() -> None:
     assert {str(code) for code in FailureCode} - told == set()
 
 
-def test_every_setting_is_told() -> None:
-    settings = TEXT.split("## Config, security, metrics")[1]
+def test_every_setting_is_documented() -> None:
+    settings = TEXT.split("## Configuration")[1]
     assert {
         name for name in EndpointConfig.__struct_fields__ if f"`{name}`" not in settings
     } == set()
 
 
-def test_the_guide_needs_only_what_is_public() -> None:
-    modules = re.findall(r"^(?:from|import) (kvferry[\w.]*)", program(TEXT), re.MULTILINE)
+@pytest.mark.parametrize("page", [TUTORIAL, REFERENCE], ids=lambda page: page.stem)
+def test_a_page_imports_only_what_is_public(page: Path) -> None:
+    code = program(page.read_text(encoding="utf-8"))
+    modules = re.findall(r"^(?:from|import) (kvferry[\w.]*)", code, re.MULTILINE)
     assert set(modules) == {"kvferry"}

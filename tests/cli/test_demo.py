@@ -105,7 +105,7 @@ def test_nothing_is_not_exact() -> None:
 
 def test_what_it_prints_into_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
     good = Answer("why?", text="\x1b[2Jbecause", tokens=[1, 2], ttft_s=0.25, total_s=1.0)
-    good.take({"kvferry": {"bytes": 2048, "mode": "runs", "seconds": 0.1}, "choices": []}, 1.0)
+    good.report = {"bytes": 2048, "mode": "runs", "seconds": 0.1}
     lost = Answer("how?", error="the worker is gone")
     results = [CheckedAnswer(good, [1, 2]), CheckedAnswer(lost, [1])]
     with Show(quiet=False) as show:
@@ -121,15 +121,3 @@ def test_what_it_prints_into_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert "2.00 KiB  runs" in out
     assert "1 of 2 answers are wrong" in out
     assert "TP3, page 16 → TP1, page 16 over auto" in out
-
-
-def test_a_stream_is_taken_apart() -> None:
-    answer = Answer("q")
-    answer.take({"choices": [{"delta": {"role": "assistant", "content": ""}}]}, 0.1)
-    answer.take({"choices": [{"delta": {"content": "a"}, "token_ids": [7]}]}, 0.2)
-    answer.take({"choices": [{"delta": {}, "token_ids": [8]}]}, 0.3)
-    answer.take({"choices": [], "usage": {"prompt_tokens": 3}, "kvferry": {"bytes": 1}}, 0.4)
-    assert (answer.text, answer.tokens, answer.ttft_s) == ("a", [7, 8], 0.2)
-    assert (answer.usage, answer.report) == ({"prompt_tokens": 3}, {"bytes": 1})
-    answer.take({"error": {"message": "gone"}}, 0.5)
-    assert answer.error == "gone"

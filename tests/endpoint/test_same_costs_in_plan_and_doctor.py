@@ -7,8 +7,7 @@ from endpoint.fleets import HEADS, layout
 from msgspec.structs import replace
 
 from kvferry import EndpointConfig, LinkCost, SourceEndpoint
-from kvferry.cli.doctor.checks import fit
-from kvferry.cli.doctor.checks.check import Asked
+from kvferry.cli.doctor import DoctorRequest, cluster
 from kvferry.cli.main import build_parser
 from kvferry.cli.plan.command import read_link
 from kvferry.endpoint.link_costs import copy_speed

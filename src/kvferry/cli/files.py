@@ -1,4 +1,4 @@
-"""Files: those that the user asks for, and logs of our own, with errors a person can act on."""
+"""Files that the user names, and the logs of started processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvferry.errors import InputError
 
 
 def write_text(name: str, text: str) -> None:
-    """Write a file that the user asked for."""
+    """Write a file; an ``OSError`` becomes an ``InputError`` with a remedy."""
     try:
         Path(name).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -19,8 +19,8 @@ def write_text(name: str, text: str) -> None:
         ) from None
 
 
-def last_words(log: IO[bytes]) -> str:
-    """The last line that a part has logged, which often says more than the error."""
+def last_log_line(log: IO[bytes]) -> str:
+    """Return the last line of a process's log, to append to an error."""
     log.seek(0)
-    said = [line for line in log.read().decode(errors="replace").split("\n") if line.strip()]
-    return f" (its last line: {said[-1][:300]})" if said else ""
+    lines = [line for line in log.read().decode(errors="replace").split("\n") if line.strip()]
+    return f" (its last line: {lines[-1][:300]})" if lines else ""

@@ -1,4 +1,4 @@
-"""Arguments: a parser whose errors are one sentence, and ``key=value`` lists."""
+"""Arguments: a parser with one-sentence errors, readers of numbers, ``key=value`` lists."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvferry.errors import InputError
 
 T = TypeVar("T")
 
-# Eighteen digits fit into 64 bits. Python's int() would also take other scripts' digits,
-# underscores and spaces, none of which anybody means.
+# Eighteen digits fit into 64 bits. Python's int() would also accept other scripts' digits,
+# underscores and spaces.
 WHOLE = re.compile(r"[+-]?[0-9]{1,18}", re.ASCII)
 NUMBER = re.compile(r"[+-]?[0-9]{1,18}(\.[0-9]{0,18})?([eE][+-]?[0-9]{1,3})?", re.ASCII)
 SHOWN = 40
@@ -22,23 +22,23 @@ LONGEST_SENTENCE = 400
 
 
 def show(text: str, most: int = SHOWN) -> str:
-    """What the user typed, quoted, and cut where it is long."""
+    """Return what the user typed, quoted and shortened."""
     return repr(text if len(text) <= most else f"{text[:most]}…")
 
 
 def show_path(path: object) -> str:
-    """A path, of which one needs to see more than of other words."""
+    """Return a path, quoted; it is shortened only if very long."""
     return show(str(path), LONGEST_SENTENCE)
 
 
 def one_line(text: str) -> str:
-    """A sentence that any terminal and any JSON reader can take."""
+    """Return the text on one line, as valid UTF-8."""
     printable = text.encode("utf-8", "replace").decode("utf-8")
     return " ".join(printable.split())
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises ``InputError`` instead of printing usage and leaving."""
+    """An argument parser that raises ``InputError`` instead of printing its usage and exiting."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
@@ -46,33 +46,33 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong and where to look."""
+        """Raise ``InputError`` with the message and a pointer to ``--help``."""
         if len(message) > LONGEST_SENTENCE:
             message = f"{message[:LONGEST_SENTENCE]}…"
         raise InputError(f"{message}; see {self.prog} --help")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse unknown words first: a typo must not be reported as something missing."""
+        """Check for unknown words first, so that a typo is not reported as a missing argument."""
         commands = next(
             (a for a in self._actions if isinstance(a, argparse._SubParsersAction)), None
         )
         if commands is None:
             for word in args or ():
-                self._demand_known(word)
+                self._check_known(word)
         else:
-            self._demand_command(commands, iter(args or ()))
+            self._check_command(commands, iter(args or ()))
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unknown argument {show(unknown[0])}")
         return parsed, unknown
 
-    def _demand_command(self, commands: argparse.Action, words: Iterator[str]) -> None:
-        """Look at everything up to the name of a command, which looks at the rest."""
+    def _check_command(self, commands: argparse.Action, words: Iterator[str]) -> None:
+        """Check the words up to the command's name; its own parser checks the rest."""
         names = list(commands.choices or ())
         with_value = {f for a in self._actions if a.nargs != 0 for f in a.option_strings}
         for word in words:
             if word.startswith("-"):
-                self._demand_known(word)
+                self._check_known(word)
                 if word in with_value:
                     next(words, None)
                 continue
@@ -82,7 +82,7 @@ class Parser(argparse.ArgumentParser):
                 raise InputError(f"{self.prog} has no command {show(word)}; {hint}")
             return
 
-    def _demand_known(self, word: str) -> None:
+    def _check_known(self, word: str) -> None:
         flag = word.partition("=")[0]
         flags = [flag for action in self._actions for flag in action.option_strings]
         if not flag.startswith("--") or flag in flags:
@@ -93,13 +93,15 @@ class Parser(argparse.ArgumentParser):
 
 
 def fields(text: str, readers: Mapping[str, Callable[[str], T]], what: str) -> dict[str, T]:
-    """Read ``a=1,b=2``; each key has a reader that raises ``InputError`` on a bad value."""
+    """Return the values of ``a=1,b=2``, each read by its key's reader.
+
+    Readers raise ``InputError`` for a bad value.
+    """
     values: dict[str, T] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = item.partition("=")
         if key not in readers:
             if WHOLE.fullmatch(item):
-                # tp is what comes to mind first.
                 raise InputError(f"{what} is written as in {next(iter(readers))}={item}")
             close = difflib.get_close_matches(key, readers, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]!r}?" if close else f"use {', '.join(readers)}"
@@ -113,7 +115,7 @@ def fields(text: str, readers: Mapping[str, Callable[[str], T]], what: str) -> d
 
 
 def whole(name: str, least: int = 1) -> Callable[[str], int]:
-    """A reader of whole numbers from ``least`` on."""
+    """Return a reader of whole numbers of at least ``least``."""
 
     def read(text: str) -> int:
         if not WHOLE.fullmatch(text):
@@ -129,7 +131,7 @@ def whole(name: str, least: int = 1) -> Callable[[str], int]:
 
 
 def number(name: str, least: float, most: float) -> Callable[[str], float]:
-    """A reader of numbers within a range that makes sense for them."""
+    """Return a reader of numbers from ``least`` to ``most``."""
 
     def read(text: str) -> float:
         value = float(text) if NUMBER.fullmatch(text) else math.nan
@@ -142,7 +144,7 @@ def number(name: str, least: float, most: float) -> Callable[[str], float]:
 
 
 def given(flag: str, text: str | None) -> str | None:
-    """The value of an optional flag; an empty one is a mistake and not an absence."""
+    """Return the value of an optional flag; an empty value is an error."""
     if text is not None and not text.strip():
         raise InputError(f"{flag} is empty; give it a value or leave it out")
     return text

@@ -9,24 +9,25 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvferry.errors import Reason
 from kvferry.plan import TransferMode
 
-# The exit status of a command that was refused.
+# Exit status of a command whose layouts do not fit.
 EXIT_REFUSED = 3
 
 
 def print_document(document: dict[str, Any]) -> None:
-    """One JSON document on one line."""
-    # The standard library's encoder, because it writes whole numbers of any size.
+    """Print one JSON document on one line."""
+    # msgspec refuses integers above 64 bits.
     print(json.dumps(document, separators=(",", ":")))
 
 
 def print_refusal(reasons: Sequence[Reason], *, heading: str, as_json: bool) -> None:
-    """Every reason why it can't work."""
+    """Print every reason of a refusal."""
     if as_json:
-        empty = {path: {"pieces": 0, "bytes": 0, "open": False} for path in TransferMode}
+        empty = {mode: {"pieces": 0, "bytes": 0, "open": False} for mode in TransferMode}
         print_document(
             {
                 "compatible": False,
@@ -34,7 +35,7 @@ def print_refusal(reasons: Sequence[Reason], *, heading: str, as_json: bool) -> 
                 "digest": None,
                 "bytes": 0,
                 "moves": [],
-                "paths": empty,
+                "modes": empty,
                 "chosen": None,
             }
         )
@@ -46,5 +47,23 @@ def print_refusal(reasons: Sequence[Reason], *, heading: str, as_json: bool) -> 
 
 
 def console() -> Console:
-    """A console that wraps for a terminal, and does not squeeze tables into a pipe."""
+    """Return a console: as wide as the terminal, 120 columns into a pipe."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+
+
+def counting_bar() -> Progress:
+    """Return a progress bar on standard error, hidden unless that is a terminal.
+
+    Tasks have a field ``result`` for the result so far.
+    """
+    stderr = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[result]}"),
+        console=stderr,
+        disable=not stderr.is_terminal,
+        transient=True,
+    )

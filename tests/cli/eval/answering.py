@@ -1,4 +1,4 @@
-"""A small server with OpenAI's API that answers in known ways."""
+"""A small server with OpenAI's API and scripted answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from kvferry.cli.eval.prompt import INSTRUCTION
+from kvferry.cli.eval.problems import INSTRUCTION
 
 MODEL = "examinee"
 PATIENCE_S = 30.0
@@ -22,7 +22,7 @@ Answer = Callable[["Server", str, web.Request], Awaitable[Said]]
 
 
 def question_in(body: Body) -> str:
-    """The question that is asked, without the shots."""
+    """Return the question of a request, without the shots."""
     if "messages" in body:
         content: str = body["messages"][-1]["content"]
         return content.removesuffix(INSTRUCTION).strip()
@@ -31,7 +31,7 @@ def question_in(body: Body) -> str:
 
 
 class Server:
-    """``answer`` says what it does; ``bodies`` and ``headers`` are what it was asked."""
+    """Answers by ``answer`` and records its requests."""
 
     def __init__(self, answer: Answer) -> None:
         self.bodies: list[Body] = []
@@ -43,7 +43,7 @@ class Server:
 
     @property
     def asked(self) -> list[str]:
-        """Without the first request, which only tries the door."""
+        """The questions, without that of the first, uncounted request."""
         return [question_in(body) for body in self.bodies[1:]]
 
     async def start(self) -> web.AppRunner:
@@ -84,7 +84,7 @@ def refusal(status: int, message: str) -> web.Response:
 
 
 async def streamed(request: web.Request, text: str, finish: str = "stop") -> web.StreamResponse:
-    """Word by word, with a token for each, and what all of it was at the end."""
+    """Stream a text word by word, with a token for each word and a final usage."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     words = text.split(" ")
@@ -106,7 +106,7 @@ async def _event(response: web.StreamResponse, document: Body) -> None:
 
 @contextmanager
 def answering(answer: Answer) -> Iterator[Server]:
-    """A server in a thread of its own."""
+    """Run a server in a thread."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="answering", daemon=True)
     thread.start()

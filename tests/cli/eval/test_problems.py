@@ -1,4 +1,4 @@
-"""The user's file: what is read, what is refused, and which problems are asked."""
+"""The problem file, the choice of shots and questions, and the prompts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cli.eval.problems import MAX_BYTES, Problem, make_quiz, read_problems
+from kvferry.cli.eval.problems import (
+    INSTRUCTION,
+    MAX_BYTES,
+    Problem,
+    chat_messages,
+    completion_text,
+    make_quiz,
+    read_problems,
+    request_body,
+)
 from kvferry.errors import InputError
 
 OWN = Path(__file__).parents[2] / "data" / "gsm8k-like.jsonl"
@@ -19,7 +28,7 @@ def some(num: int, first: int = 1) -> list[Problem]:
     return [Problem(i, f"{i}?", f"#### {i}", Decimal(i)) for i in range(first, first + num)]
 
 
-def test_our_own_problems() -> None:
+def test_the_problems_of_the_repository() -> None:
     found = read_problems(str(OWN))
     assert [problem.line for problem in found] == list(range(1, 15))
     assert found[0].question.startswith("A ferry has 6 benches")
@@ -29,7 +38,7 @@ def test_our_own_problems() -> None:
     ]  # fmt: skip
 
 
-def test_empty_lines_other_fields_and_windows_are_no_trouble(tmp_path: Path) -> None:
+def test_empty_lines_other_fields_and_carriage_returns(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     other = GOOD.replace("{", '{"id": 3, ')
     path.write_bytes(b"\xef\xbb\xbf" + f"{GOOD}\r\n\r\n  \n{other}".encode())
@@ -58,7 +67,7 @@ def test_empty_lines_other_fields_and_windows_are_no_trouble(tmp_path: Path) -> 
         ("[" * 100_000, r"line 1 of .* is not"),
     ],
 )
-def test_what_is_no_data_set_is_refused(
+def test_a_malformed_data_set_is_refused(
     tmp_path: Path, content: str | bytes, sentence: str
 ) -> None:
     path = tmp_path / "data.jsonl"
@@ -67,7 +76,7 @@ def test_what_is_no_data_set_is_refused(
         read_problems(str(path))
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cannot read .*No such file or directory; check"):
         read_problems(str(tmp_path / "x"))
     with pytest.raises(InputError, match="is not a file"):
@@ -96,14 +105,14 @@ def test_the_first_lines_are_shots_and_are_not_asked() -> None:
     assert make_quiz(problems, num_shots=0) == ((), tuple(problems))
 
 
-def test_shots_from_another_file_leave_all_questions() -> None:
+def test_shots_from_another_file_leave_every_question() -> None:
     problems, train = some(5), some(9, first=100)
     quiz = make_quiz(problems, num_shots=2, train=train)
     assert quiz == (tuple(train[:2]), tuple(problems))
     assert make_quiz(problems, num_shots=9, num=5, train=train).shots == tuple(train)
 
 
-def test_more_than_there_is_is_refused() -> None:
+def test_too_many_shots_or_questions_are_refused() -> None:
     problems = some(10)
     with pytest.raises(
         InputError, match=r"--num 8 is more than the 7 .* behind its 3 shots; lower"
@@ -124,3 +133,43 @@ def test_a_question_whose_answer_is_in_the_prompt_is_refused() -> None:
     make_quiz(problems, num_shots=5, num=3, train=some(5, first=4))
     with pytest.raises(InputError, match="line 4 of --data"):
         make_quiz(problems, num_shots=5, num=4, train=some(5, first=4))
+
+
+# ---------------------------------------------------------------- prompts
+
+SHOTS = (
+    Problem(1, "1 + 1?", "2\n#### 2", Decimal(2)),
+    Problem(2, "2 + 2?", "4\n#### 4", Decimal(4)),
+)
+
+
+def test_a_completion_prompt() -> None:
+    assert completion_text(SHOTS, "3 + 3?") == (
+        "Question: 1 + 1?\nAnswer: 2\n#### 2\n\n"
+        "Question: 2 + 2?\nAnswer: 4\n#### 4\n\n"
+        "Question: 3 + 3?\nAnswer:"
+    )
+    assert completion_text((), "3 + 3?") == "Question: 3 + 3?\nAnswer:"
+
+
+def test_a_chat_prompt() -> None:
+    assert chat_messages(SHOTS[:1], "3 + 3?") == [
+        {"role": "user", "content": f"1 + 1?\n\n{INSTRUCTION}"},
+        {"role": "assistant", "content": "2\n#### 2"},
+        {"role": "user", "content": f"3 + 3?\n\n{INSTRUCTION}"},
+    ]
+
+
+def test_bodies_have_only_standard_fields() -> None:
+    common = {
+        "model": "m",
+        "max_tokens": 9,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    body = request_body(SHOTS, "q", chat=False, model="m", max_tokens=9)
+    text = completion_text(SHOTS, "q")
+    assert body == common | {"prompt": text, "stop": ["Question:"]}
+    body = request_body(SHOTS, "q", chat=True, model="m", max_tokens=9)
+    assert body == common | {"messages": chat_messages(SHOTS, "q")}

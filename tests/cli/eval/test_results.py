@@ -1,4 +1,4 @@
-"""Right, wrong or failed, and what all of it comes to."""
+"""Outcomes of questions, and the score of all."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def outcome(line: int, text: str = "#### 7", **fields: object) -> QuestionOutcom
     return judge(Problem(line, "q", "#### 7", Decimal(7)), reply)
 
 
-def test_right_wrong_or_neither() -> None:
+def test_a_reply_is_right_wrong_or_failed() -> None:
     assert outcome(1).right is True
     assert outcome(1, "#### 7.00").right is True
     assert outcome(1, "#### 8").right is False
     assert outcome(1, "seven").right is False
-    # What came before the connection broke is no answer, whatever it says.
+    # Text before a lost connection is no answer.
     assert outcome(1, error="gone").right is None
 
 
@@ -49,7 +49,7 @@ def test_a_line_of_the_log() -> None:
     }
 
 
-def test_failures_are_counted_apart_and_named() -> None:
+def test_failures_are_counted_separately() -> None:
     outcomes = [
         outcome(1),
         outcome(2, "8", total_s=3.0),

@@ -1,4 +1,4 @@
-"""The number in an answer: what counts, and what only looks as if it did."""
+"""The number in an answer."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ from kvferry.cli.eval.score import answered_number, standard_error, stated_numbe
         ("### 7\nand 8", "8"),
     ],
 )
-def test_the_number_that_counts(text: str, number: str) -> None:
+def test_the_number_after_the_mark_counts(text: str, number: str) -> None:
     assert answered_number(text) == Decimal(number)
 
 
 @pytest.mark.parametrize("text", ["", "none", "#### none", "$,.-", "٣", "²"])
-def test_no_number(text: str) -> None:
+def test_text_without_a_number(text: str) -> None:
     assert answered_number(text) is None
 
 
@@ -100,7 +100,7 @@ def test_no_number(text: str) -> None:
         ("#### x", None),
     ],
 )
-def test_what_the_data_states(answer: str, number: str | None) -> None:
+def test_the_number_of_the_data_set(answer: str, number: str | None) -> None:
     assert stated_number(answer) == (None if number is None else Decimal(number))
 
 
@@ -113,7 +113,7 @@ def test_numbers_are_equal_by_value_and_exactly() -> None:
 
 
 @given(st.decimals(allow_nan=False, allow_infinity=False, places=2, min_value=-(10**9)))
-def test_a_number_is_found_however_it_is_written(number: Decimal) -> None:
+def test_numbers_of_every_notation_are_found(number: Decimal) -> None:
     for text in (f"{number:f}", f"{number:,f}", f"so it is {number:f}.", f"**{number:,f}**"):
         assert answered_number(text) == number
     assert answered_number(f"1 of 2\n#### {number:,f}\nand 7 more") == number

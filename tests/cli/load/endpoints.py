@@ -1,4 +1,4 @@
-"""Endpoints for tests: a small web server in a thread, with whatever answers a test wants."""
+"""Endpoints for tests: a small web server in a thread with scripted answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATIENCE_S = 30.0
 
 @contextlib.contextmanager
 def served(post: Handler, models: Handler | None = None) -> Iterator[str]:
-    """The address of an endpoint whose every POST is answered so."""
+    """Yield the address of an endpoint that answers every POST with the handler."""
     here = asyncio.new_event_loop()
     thread = threading.Thread(target=here.run_forever, name="endpoint", daemon=True)
     thread.start()
@@ -57,7 +57,7 @@ def event(document: object) -> bytes:
 
 
 def streaming(*portions: bytes, pause_s: float = 0.0) -> Handler:
-    """Answers with these bytes, each in a packet of its own."""
+    """Return a handler that sends each of these byte strings in its own packet."""
 
     async def handler(request: web.Request) -> web.StreamResponse:
         return await stream(request, *portions, pause_s=pause_s)
@@ -78,7 +78,7 @@ async def stream(
 
 
 def counted_stream(prompt_tokens: int, output_tokens: int) -> list[bytes]:
-    """A completion as a good server streams it."""
+    """Return a streamed completion with token counts."""
     pieces = [event({"choices": [{"text": "a"}]}) for _ in range(output_tokens)]
     usage = {"prompt_tokens": prompt_tokens, "completion_tokens": output_tokens}
     last = {"choices": [{"text": "", "finish_reason": "length"}], "usage": usage}

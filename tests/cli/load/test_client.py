@@ -1,4 +1,4 @@
-"""Asking an endpoint: what a reply is, and that nothing a server does is raised."""
+"""The client: replies, and errors that become sentences."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_stream_grows() -> None:
     assert reply.total_s >= reply.stamps[-1] >= 0.06
 
 
-def test_tokens_are_counted_by_the_best_that_is_known() -> None:
+def test_output_tokens_prefer_the_servers_count() -> None:
     assert LoadReply(stamps=[0.1, 0.2]).output_tokens == 2
     assert LoadReply(stamps=[0.1, 0.2], tokens=[1, 2, 3]).output_tokens == 3
     assert LoadReply(tokens=[1, 2, 3], usage={"completion_tokens": 4}).output_tokens == 4
@@ -63,7 +63,7 @@ def test_tokens_are_counted_by_the_best_that_is_known() -> None:
 @pytest.mark.parametrize(
     "choice", [{"text": "hi"}, {"message": {"role": "assistant", "content": "hi"}}]
 )
-def test_a_whole_answer_is_taken_too(choice: dict[str, Any]) -> None:
+def test_an_unstreamed_answer_is_read(choice: dict[str, Any]) -> None:
     async def handler(_: web.Request) -> web.Response:
         return web.json_response({"choices": [choice | {"finish_reason": "length"}]})
 
@@ -96,7 +96,7 @@ def test_the_path_and_the_key_reach_the_server() -> None:
 
 
 async def gone(request: web.Request) -> web.StreamResponse:
-    """Leaves in the middle of a stream."""
+    """Abort the connection in the middle of a stream."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     await response.write(event({"choices": [{"text": "a"}]}))
@@ -141,25 +141,25 @@ def answering(text: str, status: int = 200, kind: str = "application/json") -> H
         (gone, "the connection ended before the answer did"),
     ],
 )
-def test_what_goes_wrong_is_a_sentence(handler: Handler, sentence: str) -> None:
+def test_every_error_is_a_sentence(handler: Handler, sentence: str) -> None:
     reply = reply_to(handler)
     assert reply.error.startswith(sentence) or sentence in reply.error, reply.error
     assert len(reply.error) < 400
     assert reply.total_s > 0
 
 
-def test_what_came_before_an_error_is_kept() -> None:
+def test_text_before_an_error_is_kept() -> None:
     reply = reply_to(gone)
     assert (reply.text, reply.status) == ("a", 200)
 
 
-def test_a_server_that_is_silent_is_given_up() -> None:
+def test_a_silent_server_ends_at_the_deadline() -> None:
     reply = reply_to(silent, deadline_s=0.2)
     assert reply.error == "no complete answer within 0.2 s"
     assert 0.2 <= reply.total_s < 10
 
 
-def test_a_port_where_nobody_listens() -> None:
+def test_a_closed_port() -> None:
     reply = asked(f"http://127.0.0.1:{free_port()}")
     assert reply.error.startswith("cannot connect to 127.0.0.1:")
     assert reply.error.endswith("(Connection refused)")
@@ -189,13 +189,13 @@ def test_addresses_with_and_without_a_version(url: str, base: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://h", "http://", "http://h:x", "h"])
-def test_what_is_no_address_is_one_sentence(url: str) -> None:
+def test_a_malformed_address_is_refused(url: str) -> None:
     with pytest.raises(InputError, match=r"is no address; give one as in http://"):
         base_url(url)
 
 
 @pytest.mark.parametrize("key", ["a\nb", "schlüssel"])
-def test_what_is_no_key_is_one_sentence(key: str) -> None:
+def test_a_malformed_key_is_refused(key: str) -> None:
     with pytest.raises(InputError, match="the API key has characters"):
         session_for("http://h", api_key=key)
 
@@ -233,6 +233,6 @@ def test_an_endpoint_without_models_is_one_sentence(body: str, status: int, sent
         found_at(url)
 
 
-def test_an_endpoint_that_is_not_there_is_one_sentence() -> None:
+def test_an_unreachable_endpoint_is_one_sentence() -> None:
     with pytest.raises(InputError, match="no model can be found: cannot connect to"):
         found_at(f"http://127.0.0.1:{free_port()}")

@@ -1,4 +1,4 @@
-"""The figure."""
+"""The figure of a sweep."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli.load.client import LoadReply
-from kvferry.cli.load.plot import Series, demand_plot, draw
+from kvferry.cli.load.plot import Series, check_plot_path, draw
 from kvferry.cli.load.stats import summarise
 from kvferry.errors import InputError, KvferryError
 
@@ -24,7 +24,7 @@ def series(name: str, *levels: int) -> Series:
 
 @pytest.mark.parametrize("ending", MAGIC)
 def test_a_figure_of_every_kind_is_drawn(tmp_path: Path, ending: str) -> None:
-    path = demand_plot(str(tmp_path / f"figure.{ending}"))
+    path = check_plot_path(str(tmp_path / f"figure.{ending}"))
     failed = Series("failed", [summarise(1, [LoadReply(error="gone")])])
     draw(path, "a title", [series("one", 1, 2, 4), series("two", 1, 3), failed, series("none")])
     content = path.read_bytes()
@@ -34,7 +34,7 @@ def test_a_figure_of_every_kind_is_drawn(tmp_path: Path, ending: str) -> None:
             assert b"<!-- %b -->" % label in content
 
 
-def test_nothing_at_all_can_be_drawn(tmp_path: Path) -> None:
+def test_an_empty_figure_is_drawn(tmp_path: Path) -> None:
     draw(tmp_path / "x.png", "nothing", [])
     draw(tmp_path / "x.png", "nothing", [Series("none", [])])
     assert (tmp_path / "x.png").stat().st_size > 0
@@ -49,10 +49,12 @@ def test_nothing_at_all_can_be_drawn(tmp_path: Path) -> None:
         ("folder.png", "choose a folder that exists"),
     ],
 )
-def test_what_can_not_be_written_is_one_sentence(tmp_path: Path, name: str, sentence: str) -> None:
+def test_a_figure_that_cannot_be_written_is_refused(
+    tmp_path: Path, name: str, sentence: str
+) -> None:
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(InputError, match=sentence):
-        demand_plot(str(tmp_path / name))
+        check_plot_path(str(tmp_path / name))
     assert os.listdir(tmp_path) == ["folder.png"]
 
 
@@ -63,11 +65,11 @@ def test_a_disk_that_is_full_is_one_sentence(tmp_path: Path) -> None:
         draw(full, "t", [series("one", 1)])
 
 
-def test_without_matplotlib_it_says_what_to_install(tmp_path: Path) -> None:
+def test_a_missing_matplotlib_is_reported(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
-        "from kvferry.cli.load.plot import demand_plot\n"
-        f"demand_plot({str(tmp_path / 'x.png')!r})"
+        "from kvferry.cli.load.plot import check_plot_path\n"
+        f"check_plot_path({str(tmp_path / 'x.png')!r})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert 'pip install "kvferry[plot]"' in done.stderr.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""What replies amount to."""
+"""Statistics of replies."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def answered(
     return reply
 
 
-def test_the_first_token_is_no_token_after_the_first() -> None:
+def test_tpot_leaves_out_the_first_token() -> None:
     assert tpot_s(answered(0, 1.0, 4.0, 4)) == 1.0
     assert tpot_s(answered(0, 1.0, 4.0, 1)) is None
     whole = answered(0, 4.0, 4.0, 4)
@@ -64,7 +64,7 @@ def test_a_level_counts_what_was_answered() -> None:
     assert (level.carried_bytes, level.modes) == (12, {"slices": 2})
 
 
-def test_nothing_is_known_of_nothing() -> None:
+def test_a_level_without_replies() -> None:
     for replies in ([], [LoadReply(began=1.0, error="gone")]):
         level = summarise(1, replies)
         assert (level.ttft_s, level.tpot_s, level.total_s) == (None, None, None)

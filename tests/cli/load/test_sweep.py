@@ -1,4 +1,4 @@
-"""The loop that puts load on an endpoint."""
+"""The closed loop of requests."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from aiohttp import web
 from cli.load.endpoints import counted_stream, event, refusal, served, stream
 
 from kvferry.cli.load.client import LoadReply
-from kvferry.cli.load.prompts import FORMS, Asker, PromptForm, PromptKind
+from kvferry.cli.load.prompts import FORMS, PromptForm, PromptGenerator, PromptKind
 from kvferry.cli.load.sweep import Load, run_sweep
 from kvferry.errors import InputError, KvferryError
 
 PAUSE_S = 0.02
 
 
-class Watching:
+class RecordingWatcher:
     def __init__(self) -> None:
         self.levels: list[tuple[int, int]] = []
         self.num_answered = 0
@@ -30,7 +30,7 @@ class Watching:
 
 
 class Endpoint:
-    """Answers as it should, unless ``refuse`` or ``fail`` say otherwise; remembers everything."""
+    """A correct endpoint that records its requests; ``problem`` may return an error."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -62,8 +62,8 @@ def load(**fields: Any) -> Load:
     return Load(**({"concurrency": (1, 4)} | short | fields))
 
 
-def test_as_many_as_wanted_are_under_way() -> None:
-    endpoint, watching = Endpoint(), Watching()
+def test_the_loop_keeps_the_concurrency() -> None:
+    endpoint, watching = Endpoint(), RecordingWatcher()
     with served(endpoint) as url:
         sweep = run_sweep(url, load(requests=6), watching)
     assert (sweep.model, sweep.form, sweep.failure) == ("m", "token ids", None)
@@ -86,7 +86,7 @@ def test_no_two_prompts_begin_alike_and_a_seed_repeats_them() -> None:
     for _ in range(2):
         endpoint = Endpoint()
         with served(endpoint) as url:
-            run_sweep(url, load(requests=4, extra={"x": 1}, model="mine"), Watching())
+            run_sweep(url, load(requests=4, extra={"x": 1}, model="mine"), RecordingWatcher())
         runs.append(endpoint.bodies)
     prompts = [tuple(body["prompt"]) for body in runs[0]]
     assert {len(prompt) for prompt in prompts} == {12}
@@ -120,18 +120,18 @@ def test_the_most_exact_form_that_is_taken_is_found(form: PromptForm) -> None:
             return None if fits[form.kind] else refusal("not like this", 400)
 
     with served(Picky()) as url:
-        sweep = run_sweep(url, load(concurrency=(1,), requests=1), Watching())
+        sweep = run_sweep(url, load(concurrency=(1,), requests=1), RecordingWatcher())
     assert (sweep.form, sweep.failure) == (str(form), None)
 
 
-def test_words_are_as_many_as_tokens() -> None:
-    asker = Asker("m", 40, 2, seed=3)
+def test_a_text_prompt_has_a_word_for_each_token() -> None:
+    asker = PromptGenerator("m", 40, 2, seed=3)
     body = asker.body(PromptForm(PromptKind.TEXT, exact=False))
     assert len(body["prompt"].split()) == 40
     assert body["prompt"] != asker.body(PromptForm(PromptKind.TEXT, exact=False))["prompt"]
 
 
-def test_what_no_form_mends_is_told_in_the_words_of_the_first() -> None:
+def test_the_first_refusal_is_reported_if_no_form_is_accepted() -> None:
     class Strict(Endpoint):
         def problem(self, body: dict[str, Any], path: str) -> web.Response | None:
             return refusal(f"no {path}")
@@ -141,21 +141,19 @@ def test_what_no_form_mends_is_told_in_the_words_of_the_first() -> None:
         served(endpoint) as url,
         pytest.raises(InputError, match="the warm-up request failed: no /v1/completions"),
     ):
-        run_sweep(url, load(), Watching())
+        run_sweep(url, load(), RecordingWatcher())
     assert len(endpoint.bodies) == len(FORMS)
 
 
 @pytest.mark.parametrize(("status", "kind"), [(401, InputError), (500, KvferryError)])
-def test_another_form_is_not_tried_where_it_would_not_help(
-    status: int, kind: type[Exception]
-) -> None:
+def test_final_refusals_end_the_warm_up(status: int, kind: type[Exception]) -> None:
     class Closed(Endpoint):
         def problem(self, body: dict[str, Any], path: str) -> web.Response | None:
             return refusal("closed", status)
 
     endpoint = Closed()
     with served(endpoint) as url, pytest.raises(kind, match="closed") as raised:
-        run_sweep(url, load(), Watching())
+        run_sweep(url, load(), RecordingWatcher())
     assert isinstance(raised.value, InputError) == (kind is InputError)
     assert len(endpoint.bodies) == 1
 
@@ -167,20 +165,20 @@ def test_failures_are_counted_with_the_first_reason() -> None:
             return refusal(f"number {number}", 503) if number in (4, 6) else None
 
     with served(Flaky()) as url:
-        sweep = run_sweep(url, load(concurrency=(1, 2), requests=8), Watching())
+        sweep = run_sweep(url, load(concurrency=(1, 2), requests=8), RecordingWatcher())
     assert [(level.requests, level.failed) for level in sweep.levels] == [(8, 2), (8, 0)]
     assert sweep.levels[0].first_failure == "number 4"
     assert sweep.failure == "2 of 16 requests failed; the first: number 4"
 
 
-def test_an_endpoint_that_is_gone_is_not_asked_on() -> None:
+def test_a_dead_endpoint_ends_the_sweep() -> None:
     class Dying(Endpoint):
         def problem(self, body: dict[str, Any], path: str) -> web.Response | None:
             return refusal("gone", 503) if len(self.bodies) > 1 else None
 
     endpoint = Dying()
     with served(endpoint) as url:
-        sweep = run_sweep(url, load(concurrency=(3, 8, 16), requests=100), Watching())
+        sweep = run_sweep(url, load(concurrency=(3, 8, 16), requests=100), RecordingWatcher())
     assert [level.concurrency for level in sweep.levels] == [3]
     assert sweep.levels[0].failed == sweep.levels[0].requests <= 5
     assert sweep.failure is not None
@@ -192,10 +190,10 @@ def test_an_answer_without_text_is_a_failure() -> None:
         return await stream(request, last, b"data: [DONE]\n\n")
 
     with served(empty) as url, pytest.raises(KvferryError, match="the answer is empty"):
-        run_sweep(url, load(), Watching())
+        run_sweep(url, load(), RecordingWatcher())
 
 
-def test_a_deadline_ends_what_hangs() -> None:
+def test_a_hanging_request_ends_at_its_deadline() -> None:
     class Slow(Endpoint):
         async def __call__(self, request: web.Request) -> web.StreamResponse:
             if self.bodies:
@@ -203,12 +201,12 @@ def test_a_deadline_ends_what_hangs() -> None:
             return await super().__call__(request)
 
     with served(Slow()) as url:
-        sweep = run_sweep(url, load(concurrency=(2,), deadline_s=0.5), Watching())
+        sweep = run_sweep(url, load(concurrency=(2,), deadline_s=0.5), RecordingWatcher())
     (level,) = sweep.levels
     assert level.failed == level.requests <= 3
     assert level.first_failure == "no complete answer within 0.5 s"
 
 
-def test_how_many_requests() -> None:
+def test_number_of_requests() -> None:
     assert [load().num_requests(n) for n in (1, 2, 4)] == [8, 8, 16]
     assert [load(requests=3).num_requests(n) for n in (1, 4)] == [3, 4]

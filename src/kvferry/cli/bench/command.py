@@ -1,8 +1,9 @@
-"""``kvferry bench``: measure transfers, the control path, and what serves."""
+"""The flags of ``kvferry bench``: transfers, the control channel, and endpoints under load."""
 
 from __future__ import annotations
 
 import argparse
+from importlib import import_module
 from typing import Any
 
 from kvferry.cli.serve.flags import DECODE, PREFILL, add_model
@@ -14,23 +15,23 @@ TRANSFER_EXAMPLE = """example:
       --layers 16 --kv-heads 8 --head-dim 128 --dtype bfloat16 --tokens 4096 --mode auto --json
 
 One process per rank, fragmented pages, every byte verified. `memcpy_seconds` is a plain copy of
-as many bytes, in the same run: the ceiling of what this machine's memory can do.
+the same number of bytes in the same run: the limit of this machine's memory.
 """
 
 CONTROL_EXAMPLE = """example:
   kvferry bench control --transport shm --concurrency 1,8,64 --json
   kvferry bench control --device cuda
 
-Rooms of one page, from the target's request to its end, with all messages and both processes.
+Rooms of one page, timed from the target's request to its end, with all messages, in two processes.
 """
 
 SERVE_EXAMPLE = """example:
   kvferry bench serve --url http://127.0.0.1:8000 --concurrency 1,2,4,8,16 \\
       --input-tokens 256 --output-tokens 32 --plot sweep.png
 
-Any endpoint with OpenAI's API. A closed loop: so many requests are under way at any time. Prompts
-are random token ids where the endpoint takes them, and no two begin alike, so that no prefix cache
-flatters it. TTFT is the time to the first token, TPOT the time of each one after it.
+Any endpoint with OpenAI's API. A closed loop keeps this number of requests in flight. Prompts are
+random token ids if the endpoint takes them, and no two begin alike, so that no prefix cache helps.
+TTFT is the time to the first token, TPOT the time of each later one.
 
 exit status: 0 if every request was answered, 1 if one failed, 2 bad input.
 """
@@ -39,8 +40,8 @@ COMPARE_EXAMPLE = """example:
   kvferry bench compare --plot compare.png
   kvferry bench compare --prefill tp=1 --decode tp=3 --transport nixl --json
 
-Starts three clusters on this machine, one after the other: both sides like decode, then prefill as
-it is by slices, then staged. Over shm there is nothing to stage, and there are two.
+Starts three clusters on this machine, one after the other: both sides with decode's layout, then
+the given prefill by slices, then staged. Over shm there is nothing to stage, so there are two.
 
 exit status: 0 if every request was answered, 1 if one failed, 2 bad input.
 """
@@ -50,7 +51,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the command and its subcommands."""
     parser = commands.add_parser(
         "bench",
-        help="measure transfers, and what serves",
+        help="measure transfers and endpoints",
         description="Measure real transfers between real processes, or an endpoint under load.",
     )
     kinds = parser.add_subparsers(
@@ -69,19 +70,14 @@ def _add_transfer(kinds: argparse._SubParsersAction[Any]) -> None:
         description="Carry one request's cache from one layout to another and time it.",
         epilog=TRANSFER_EXAMPLE,
     )
+    add, modes = parser.add_argument, ["auto", *map(str, TransferMode)]
     add_flags(parser, required=True, tokens=4096)
-    parser.add_argument(
-        "--mode",
-        choices=["auto", *(p.value for p in TransferMode)],
-        default="auto",
-        help="force a mode",
-    )
-    parser.add_argument("--repeat", default="5", metavar="N", help="timed repetitions (5)")
-    parser.add_argument("--chunk", metavar="N", help="tokens in each push (all at once)")
-    parser.add_argument("--staging-mib", metavar="N", help="staging memory in MiB (64)")
-    parser.add_argument("--slot-mib", metavar="N", help="size of a staging slot in MiB")
-    _add_device(parser)
-    _add_common(parser, run_transfer)
+    add("--mode", choices=modes, default="auto", help="force a mode")
+    add("--repeat", default="5", metavar="N", help="timed repetitions (5)")
+    add("--chunk", metavar="N", help="tokens in each push (all at once)")
+    add("--staging-mib", metavar="N", help="staging memory in MiB (64)")
+    add("--slot-mib", metavar="N", help="size of a staging slot in MiB")
+    _add_common(parser, "transfer")
 
 
 def _add_control(kinds: argparse._SubParsersAction[Any]) -> None:
@@ -91,12 +87,19 @@ def _add_control(kinds: argparse._SubParsersAction[Any]) -> None:
         description="Carry rooms of one page, so that only messages and threads count.",
         epilog=CONTROL_EXAMPLE,
     )
-    parser.add_argument(
-        "--concurrency", default="1,8,64", metavar="LIST", help="rooms at once (1,8,64)"
-    )
-    parser.add_argument("--rooms", default="400", metavar="N", help="rooms for each (400)")
-    _add_device(parser)
-    _add_common(parser, run_control)
+    add = parser.add_argument
+    add("--concurrency", default="1,8,64", metavar="LIST", help="rooms in flight (1,8,64)")
+    add("--rooms", default="400", metavar="N", help="rooms for each (400)")
+    _add_common(parser, "control")
+
+
+def _add_common(parser: argparse.ArgumentParser, module: str) -> None:
+    add = parser.add_argument
+    add("--device", default="cpu", help="where the pools are: cpu or cuda")
+    transports = "auto (default): the best that works; or shm, cuda, nixl, mooncake, shm,nixl, ..."
+    add("--transport", default="auto", metavar="NAME", help=transports)
+    add("--json", action="store_true", help="print one JSON document")
+    parser.set_defaults(run=lambda args: _run(module, args))
 
 
 def _add_serve(kinds: argparse._SubParsersAction[Any]) -> None:
@@ -106,10 +109,11 @@ def _add_serve(kinds: argparse._SubParsersAction[Any]) -> None:
         description="Put load on an endpoint with OpenAI's API and measure its answers.",
         epilog=SERVE_EXAMPLE,
     )
-    parser.add_argument("--url", required=True, metavar="URL", help="as in http://127.0.0.1:8000")
-    parser.add_argument("--model", metavar="NAME", help="(the first that the endpoint has)")
-    parser.add_argument("--api-key", metavar="KEY", help="(what OPENAI_API_KEY says, or none)")
-    _add_load(parser, run_serve, concurrency="1,2,4,8,16", tokens=("256", "32"))
+    add = parser.add_argument
+    add("--url", required=True, metavar="URL", help="as in http://127.0.0.1:8000")
+    add("--model", metavar="NAME", help="(the first that the endpoint lists)")
+    add("--api-key", metavar="KEY", help="(default: $OPENAI_API_KEY, or none)")
+    _add_load(parser, "load", concurrency="1,2,4,8,16", tokens=("256", "32"))
 
 
 def _add_compare(kinds: argparse._SubParsersAction[Any]) -> None:
@@ -119,89 +123,40 @@ def _add_compare(kinds: argparse._SubParsersAction[Any]) -> None:
         description="Serve on this machine in three ways and put the same load on each.",
         epilog=COMPARE_EXAMPLE,
     )
+    add = parser.add_argument
     add_model(parser)
     for name, default in (("prefill", PREFILL), ("decode", DECODE)):
-        parser.add_argument(
-            f"--{name}", metavar="SIDE", help=f"tp, pp, page, order, dtype ({default})"
-        )
-    parser.add_argument(
-        "--transport", metavar="NAME", help="(nixl, else mooncake, else shm: what is installed)"
-    )
-    _add_load(parser, run_compare, concurrency="1,2,4", tokens=("128", "16"), requests="8")
-    # A cluster's description has these; a comparison has no need of them.
+        add(f"--{name}", metavar="SIDE", help=f"tp, pp, page, order, dtype ({default})")
+    installed = "(the first that is installed: nixl, mooncake, shm)"
+    add("--transport", metavar="NAME", help=installed)
+    _add_load(parser, "compare", concurrency="1,2,4", tokens=("128", "16"), requests="8")
+    # A cluster description needs these; a comparison has no flags for them.
     parser.set_defaults(host=None, port="0", key=None, policy=None, on_failure=None)
 
 
 def _add_load(
     parser: argparse.ArgumentParser,
-    run: Any,
+    module: str,
     *,
     concurrency: str,
     tokens: tuple[str, str],
     requests: str | None = None,
 ) -> None:
-    parser.add_argument(
-        "--concurrency",
-        default=concurrency,
-        metavar="LIST",
-        help=f"requests at once, one level after the other ({concurrency})",
-    )
+    add = parser.add_argument
+    levels = f"requests in flight, one level after the other ({concurrency})"
+    add("--concurrency", default=concurrency, metavar="LIST", help=levels)
     for name, default in zip(("input", "output"), tokens, strict=True):
-        parser.add_argument(
-            f"--{name}-tokens", default=default, metavar="N", help=f"of each request ({default})"
-        )
-    told = requests or "4 for each at once, at least 8"
-    parser.add_argument(
-        "--requests", default=requests, metavar="N", help=f"for each level ({told})"
-    )
-    parser.add_argument("--seed", metavar="N", help="of the prompts (another in each run)")
-    parser.add_argument(
-        "--deadline", default="300", metavar="S", help="seconds for a request (300)"
-    )
-    parser.add_argument("--plot", metavar="FILE", help="draw a figure: .png, .svg or .pdf")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.set_defaults(run=run)
+        add(f"--{name}-tokens", default=default, metavar="N", help=f"of each request ({default})")
+    count = requests or "4 times the concurrency, at least 8"
+    add("--requests", default=requests, metavar="N", help=f"for each level ({count})")
+    add("--seed", metavar="N", help="of the prompts (another in each run)")
+    add("--deadline", default="300", metavar="S", help="seconds for a request (300)")
+    add("--plot", metavar="FILE", help="draw a figure: .png, .svg or .pdf")
+    add("--json", action="store_true", help="print one JSON document")
+    parser.set_defaults(run=lambda args: _run(module, args))
 
 
-def _add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="cpu", help="where the pools are: cpu or cuda")
-
-
-def _add_common(parser: argparse.ArgumentParser, run: Any) -> None:
-    parser.add_argument(
-        "--transport",
-        default="auto",
-        metavar="NAME",
-        help="auto (default): the best that works; or shm, cuda, nixl, mooncake, shm,nixl, ...",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.set_defaults(run=run)
-
-
-def run_transfer(args: argparse.Namespace) -> int:
-    """Measure a transfer."""
-    # Endpoints and transports are large, and the other commands must not wait for them.
-    from kvferry.cli.bench import transfer as bench_transfer  # noqa: PLC0415
-
-    return bench_transfer.run(args)
-
-
-def run_control(args: argparse.Namespace) -> int:
-    """Measure the control path."""
-    from kvferry.cli.bench import control as bench_control  # noqa: PLC0415
-
-    return bench_control.run(args)
-
-
-def run_serve(args: argparse.Namespace) -> int:
-    """Measure an endpoint."""
-    from kvferry.cli.bench import serve as bench_serve  # noqa: PLC0415
-
-    return bench_serve.run(args)
-
-
-def run_compare(args: argparse.Namespace) -> int:
-    """Measure clusters of ours side by side."""
-    from kvferry.cli.bench import compare as bench_compare  # noqa: PLC0415
-
-    return bench_compare.run(args)
+def _run(module: str, args: argparse.Namespace) -> int:
+    # Endpoints and transports import slowly, and other commands do not need them.
+    status: int = import_module(f"kvferry.cli.bench.{module}").run(args)
+    return status

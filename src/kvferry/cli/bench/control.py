@@ -1,4 +1,4 @@
-"""``kvferry bench control``: rooms of one page, so that only messages and threads count."""
+"""``kvferry bench control``: rooms of one page, which measure messages and threads."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from kvferry.testing.fleet import Fleet, FleetSide
 
 PAGE_TOKENS = 16
 MAX_CONCURRENCY = 1024
-# No room's id is used twice.
+# Makes room ids unique.
 SERIES = itertools.count()
 
 
 class ControlLevel(msgspec.Struct):
-    """What was measured at one concurrency."""
+    """The measurements at one concurrency."""
 
     concurrency: int
     rooms: int
@@ -38,11 +38,11 @@ class ControlLevel(msgspec.Struct):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read, measure, print."""
+    """Measure every concurrency and print the levels."""
     levels = [whole("--concurrency")(text) for text in args.concurrency.split(",")]
     if max(levels) > MAX_CONCURRENCY:
         raise InputError(
-            f"--concurrency goes up to {MAX_CONCURRENCY}, not {show(args.concurrency)}"
+            f"--concurrency must be at most {MAX_CONCURRENCY}, not {show(args.concurrency)}"
         )
     device = Device.parse(args.device)
     demand_transport(args.transport)
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 def measure(
     levels: list[int], num_rooms: int, transport: str, device: str, *, tell: bool
 ) -> list[ControlLevel]:
-    """One source process and one target process, at one concurrency after the other."""
+    """Measure one source process and one target process at each concurrency."""
     spec = attention(layers=2, kv_heads=2, head_dim=64)
     layout = Layout(spec, Parallel(), page_tokens=PAGE_TOKENS)
     sides = [FleetSide(name, layout, 2 * max(levels) + 2) for name in ("prefill", "decode")]
@@ -71,7 +71,7 @@ def measure(
 
 
 def timed_level(fleet: Fleet, concurrency: int, num_rooms: int) -> ControlLevel:
-    """Both sides play their part by themselves; the target times each room."""
+    """Run the rooms of one concurrency; the target times each of them."""
     source, target = fleet.sources[0], fleet.targets["decode"][0]
     before = [rank.ask("cpu_s") for rank in (source, target)]
     series = next(SERIES)

@@ -1,10 +1,12 @@
-"""``kvferry bench transfer``: one request's cache, real processes, verified bytes."""
+"""``kvferry bench transfer``: one request's cache between real processes, every byte verified."""
 
 from __future__ import annotations
 
 import argparse
+import operator
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,12 +29,12 @@ from kvferry.testing.fleet import Fleet, FleetSide, RankProcess
 
 TIMEOUT_S = 120.0
 READY_S = 30.0
-# By then every source has been told to push.
+# Every source has received its command to push by then.
 START_S = 5e-3
 
 
 class TransferReport(msgspec.Struct, kw_only=True):
-    """What was measured."""
+    """The measurements of one job."""
 
     transport: str
     chosen: str
@@ -53,7 +55,7 @@ class TransferReport(msgspec.Struct, kw_only=True):
 
 
 class TransferJob(NamedTuple):
-    """What is to be measured."""
+    """The transfer to measure."""
 
     plan: Plan
     request: Request
@@ -65,7 +67,7 @@ class TransferJob(NamedTuple):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read, measure, print."""
+    """Measure a transfer and print the report."""
     job = _read(args)
     if isinstance(job, int):
         return job
@@ -92,7 +94,7 @@ def _read(args: argparse.Namespace) -> TransferJob | int:
     check(plan)
     demand_transport(args.transport)
     mode = None if args.mode == "auto" else TransferMode(args.mode)
-    # Says early, and in one sentence, where a mode is not open.
+    # Raises InputError if the plan does not allow the mode.
     estimate(plan, request, PRESETS["nixl-host"], override=mode)
     sizes = {
         name: whole(flag)(text) * MIB
@@ -112,7 +114,7 @@ def _read(args: argparse.Namespace) -> TransferJob | int:
 
 
 def measure(job: TransferJob, *, show: bool) -> TransferReport:
-    """Start a process per rank and carry the request again and again."""
+    """Start a process per rank and repeat the transfer."""
     tokens = job.request.num_tokens
     sides = [
         FleetSide(name, layout, 2 * (-(-tokens // layout.page_tokens)), job.config)
@@ -121,28 +123,30 @@ def measure(job: TransferJob, *, show: bool) -> TransferReport:
     with Progress(transient=True, disable=not show, console=Console(stderr=True)) as progress:
         task = progress.add_task("starting a process per rank", total=job.repeat + 3)
         with Fleet(*sides, transport=job.transport, device=job.device) as fleet:
-            course = _TransferProgress(
+            transfer = _RepeatedTransfer(
                 job, fleet, lambda text: progress.update(task, description=text)
             )
             progress.advance(task)
-            first_s, good = course.carry(0, verify=True)
+            first_s, good = transfer.carry(0, verify=True)
             progress.advance(task)
-            before = course.carried()
+            before = transfer.carried()
             ceiling = _ceiling(job, fleet)
             all_s, copies_s = [], []
             for number in range(1, job.repeat + 1):
                 copies_s.append(ceiling())
-                seconds, right = course.carry(number, verify=number == job.repeat)
+                seconds, right = transfer.carry(number, verify=number == job.repeat)
                 all_s.append(seconds)
                 good = good and right
                 progress.advance(task)
-            return _report(
-                job, fleet, course.carried().minus(before), first_s, all_s, copies_s, good
-            )
+            pieces, num_bytes = map(operator.sub, transfer.carried(), before)
+            # The mode that carried most of the bytes.
+            mode = max(TransferMode, key=lambda mode: num_bytes[mode])
+            timed = _TimedTransfers(first_s, all_s, copies_s, pieces.total(), mode, good)
+            return _report(job, fleet, timed)
 
 
 def _ceiling(job: TransferJob, fleet: Fleet) -> Callable[[], float]:
-    """Seconds of a plain copy of as many bytes where the pools are, in memory that is warm."""
+    """Return a function that times a plain copy of the same bytes in warm memory."""
     num_bytes = job.plan.payload_bytes(job.request)
     if not Device.parse(job.device).is_host:
         return lambda: float(fleet.targets["decode"][0].ask("plain_copy_s", num_bytes))
@@ -156,42 +160,23 @@ def _ceiling(job: TransferJob, fleet: Fleet) -> Callable[[], float]:
     return seconds
 
 
-class CarriedBytes(NamedTuple):
-    """What the sources have written, by mode."""
+class _RepeatedTransfer:
+    """Carries the same request repeatedly."""
 
-    pieces: dict[TransferMode, int]
-    num_bytes: dict[TransferMode, int]
-
-    def minus(self, other: CarriedBytes) -> CarriedBytes:
-        """What was written since."""
-        return CarriedBytes(
-            {mode: self.pieces[mode] - other.pieces[mode] for mode in TransferMode},
-            {mode: self.num_bytes[mode] - other.num_bytes[mode] for mode in TransferMode},
-        )
-
-    @property
-    def mode(self) -> TransferMode:
-        """The mode that carried the most."""
-        return max(TransferMode, key=lambda mode: self.num_bytes[mode])
-
-
-class _TransferProgress:
-    """The same request, carried repeatedly."""
-
-    def __init__(self, job: TransferJob, fleet: Fleet, tell: Callable[[str], None]) -> None:
+    def __init__(self, job: TransferJob, fleet: Fleet, show: Callable[[str], None]) -> None:
         self._job = job
         self._fleet = fleet
         self._targets = fleet.targets["decode"]
-        self._tell = tell
+        self._show = show
 
     def carry(self, number: int, *, verify: bool) -> tuple[float, bool]:
-        """Seconds from the push, which all sources make together, to the last target's end.
+        """Return the seconds from the common push to the last target's end, and the verdict.
 
-        And whether every byte was right.
+        The verdict is whether every byte is right; True without ``verify``.
         """
         job, fleet, room = self._job, self._fleet, f"bench-{number}"
         tokens = job.request.num_tokens
-        self._tell(f"repetition {number} of {job.repeat}" if number else "first transfer")
+        self._show(f"repetition {number} of {job.repeat}" if number else "first transfer")
         if verify:
             fleet.all(self._targets, "clear")
             fleet.fill(room, number, tokens)
@@ -200,8 +185,8 @@ class _TransferProgress:
         fleet.receive(room, "decode", job.request, TIMEOUT_S)
         fleet.all(fleet.sources, "open", room, TIMEOUT_S)
         if number:
-            _until_offered(room, fleet.sources)
-            # As engines do when they begin to compute a chunk.
+            _wait_for_offers(room, fleet.sources)
+            # Engines prepare a chunk when they begin to compute it.
             fleet.all(fleet.sources, "prepare", room, (0, min(job.chunk, tokens)))
         how = job.chunk, b"first token", None, time.monotonic() + START_S
         began = min(fleet.all(fleet.sources, "push_all", room, tokens, *how))
@@ -209,45 +194,47 @@ class _TransferProgress:
         ended = max(fleet.all(self._targets, "ended", room))
         good = True
         if verify:
-            self._tell("comparing every byte")
+            self._show("comparing every byte")
             problems = fleet.all(self._targets, "problem", room, number, job.request)
             good = not any(problems)
         fleet.all([*self._targets, *fleet.sources], "wait_released", room, TIMEOUT_S)
         fleet.forget(room, "decode")
         return ended - began, good
 
-    def carried(self) -> CarriedBytes:
-        """What all sources have written so far."""
-        stats = self._fleet.all(self._fleet.sources, "stats")
-        return CarriedBytes(
-            {mode: sum(one.modes[mode].pieces for one in stats) for mode in TransferMode},
-            {mode: sum(one.modes[mode].num_bytes for one in stats) for mode in TransferMode},
-        )
+    def carried(self) -> tuple[Counter[TransferMode], Counter[TransferMode]]:
+        """Return the pieces and bytes that all sources have written so far, by mode."""
+        pieces, num_bytes = Counter[TransferMode](), Counter[TransferMode]()
+        for stats in self._fleet.all(self._fleet.sources, "stats"):
+            for mode in TransferMode:
+                pieces[mode] += stats.modes[mode].pieces
+                num_bytes[mode] += stats.modes[mode].num_bytes
+        return pieces, num_bytes
 
 
-def _until_offered(room: str, sources: list[RankProcess]) -> None:
-    """In a running system the offer comes while prefill computes; so here it comes first."""
+def _wait_for_offers(room: str, sources: list[RankProcess]) -> None:
+    """Wait for the offers; in a running system they arrive while prefill computes."""
     give_up = time.monotonic() + READY_S
     while any(source.ask("status", room) == Status.CONNECTING for source in sources):
         if time.monotonic() > give_up:
             raise InputError(
-                f"the targets made no offer within {READY_S:g} s; is the machine busy?"
+                f"the targets made no offer within {READY_S:g} s; try again on an idle machine"
             )
         time.sleep(0.002)
 
 
-def _report(
-    job: TransferJob,
-    fleet: Fleet,
-    carried: CarriedBytes,
-    first_s: float,
-    all_s: list[float],
-    copies_s: list[float],
-    verified: bool,
-) -> TransferReport:
+class _TimedTransfers(NamedTuple):
+    first_s: float
+    all_s: list[float]
+    copies_s: list[float]
+    num_pieces: int
+    mode: TransferMode
+    verified: bool
+
+
+def _report(job: TransferJob, fleet: Fleet, timed: _TimedTransfers) -> TransferReport:
     num_bytes = job.plan.payload_bytes(job.request)
     links: list[dict[str, str]] = fleet.all(fleet.sources, "links")
-    median, memcpy_s = statistics.median(all_s), statistics.median(copies_s)
+    median, memcpy_s = map(statistics.median, (timed.all_s, timed.copies_s))
     return TransferReport(
         transport=job.transport,
         chosen="+".join(sorted({name for one in links for name in one.values()})),
@@ -255,16 +242,16 @@ def _report(
         decode=str(job.plan.target),
         device=job.device,
         tokens=job.request.num_tokens,
-        mode=str(carried.mode),
+        mode=str(timed.mode),
         bytes=num_bytes,
-        seconds={"median": median, "all": all_s},
-        first_seconds=first_s,
+        seconds={"median": median, "all": timed.all_s},
+        first_seconds=timed.first_s,
         gb_per_s=num_bytes / median / 1e9,
         memcpy_seconds=memcpy_s,
         memcpy_ratio=median / memcpy_s,
-        pieces=sum(carried.pieces.values()) // job.repeat,
+        pieces=timed.num_pieces // job.repeat,
         staging_bytes=max(fleet.all(fleet.ranks, "staging_bytes")),
-        verified=verified,
+        verified=timed.verified,
     )
 
 
@@ -276,7 +263,7 @@ def _print(report: TransferReport) -> None:
     print(f"  {human_seconds(report.seconds['median'])} ({spread}), {report.gb_per_s:.2f} GB/s")
     print(f"  first transfer {human_seconds(report.first_seconds)}")
     print(
-        f"  a plain copy of as much takes {human_seconds(report.memcpy_seconds)}: "
+        f"  a plain copy of the same bytes takes {human_seconds(report.memcpy_seconds)}: "
         f"{report.memcpy_ratio:.2f} times that"
     )
     print(f"  staging {human_bytes(report.staging_bytes)} for each endpoint at most")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvferry.cli.files import last_words
+from kvferry.cli.files import last_log_line
 from kvferry.cli.parsing import whole
 from kvferry.cli.serve.flags import (
     DECODE,
@@ -112,4 +112,4 @@ def _serve_and_ask(
                 show.says("asking, all at once")
                 return ask_all(url, questions(), max_tokens, show)
         except PartFailed as error:
-            raise PartFailed(f"{error}{last_words(log)}") from None
+            raise PartFailed(f"{error}{last_log_line(log)}") from None

@@ -1,4 +1,4 @@
-"""``kvferry eval``: how well an endpoint answers, and how fast."""
+"""The flags of ``kvferry eval``: the score of an endpoint's answers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ EXAMPLE = """example:
   kvferry eval gsm8k --url http://127.0.0.1:8000 --data test.jsonl --num 100 --concurrency 8
   kvferry eval gsm8k --url http://127.0.0.1:8000/v1 --data test.jsonl --train train.jsonl --chat
 
-FILE has a problem on each line, in the data set's public form:
+FILE has one problem per line, in the data set's public form:
   {"question": "Tom has 3 boats and buys 4. How many has he?", "answer": "3 + 4 = 7\\n#### 7"}
 Without --train its first --shots lines are worked examples in every prompt and are not asked.
 
-The number behind "####" counts, else the last number of an answer. "±" is the standard error of
-the mean, sqrt(p (1 - p) / n). Questions without an answer are counted apart, not as wrong.
+The number after "####" counts, else the last number of an answer. "±" is the standard error of
+the mean, sqrt(p (1 - p) / n). Failed requests are counted separately, not as wrong answers.
 
-exit status: 0 every question was answered, 1 some were not, 2 bad input, 130 interrupted (what
-was answered by then is in the log and in the output).
+exit status: 0 every question was answered, 1 some were not, 2 bad input, 130 interrupted (the
+log and the output have the answers so far).
 """
 
 
@@ -25,7 +25,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the command and its subcommands."""
     parser = commands.add_parser(
         "eval",
-        help="how many answers of an endpoint are right",
+        help="score an endpoint's answers",
         description="Score any endpoint with OpenAI's API: kvferry's own, vLLM, SGLang, others.",
     )
     kinds = parser.add_subparsers(
@@ -47,10 +47,10 @@ def _add_gsm8k(kinds: argparse._SubParsersAction[Any]) -> None:
     add("--train", metavar="FILE", help="take the shots from here (from --data)")
     add("--shots", default="8", metavar="N", help="worked examples in every prompt (8)")
     add("--num", metavar="N", help="how many questions are asked (all)")
-    add("--concurrency", default="8", metavar="N", help="questions at once (8)")
+    add("--concurrency", default="8", metavar="N", help="questions in flight (8)")
     add("--chat", action="store_true", help="as a conversation, not as a text to continue")
     add("--model", metavar="NAME", help="its name there (the first that the endpoint lists)")
-    add("--api-key", metavar="KEY", help="(what OPENAI_API_KEY says, or none)")
+    add("--api-key", metavar="KEY", help="(default: $OPENAI_API_KEY, or none)")
     add("--max-tokens", default="512", metavar="N", help="longest answer (512)")
     add("--deadline", default="600", metavar="S", help="seconds for a question (600)")
     add("--log", metavar="FILE", help="a line for each question (gsm8k-DATE-TIME.jsonl, here)")
@@ -59,8 +59,8 @@ def _add_gsm8k(kinds: argparse._SubParsersAction[Any]) -> None:
 
 
 def run_gsm8k(args: argparse.Namespace) -> int:
-    """Ask, score, show."""
-    # The HTTP client is large, and the other commands must not wait for its import.
+    """Ask the questions and print the score."""
+    # The HTTP client imports slowly, and other commands do not need it.
     from kvferry.cli.eval import gsm8k as eval_gsm8k  # noqa: PLC0415
 
     return eval_gsm8k.run(args)

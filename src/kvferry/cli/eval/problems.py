@@ -1,7 +1,7 @@
-"""Problems in GSM8K's public form, one a line, and their split into shots and questions.
+"""Problems in GSM8K's public form: the file, the shots and questions, the prompts. Pure.
 
-A line is ``{"question": ..., "answer": "... #### 42"}``. What is not so is refused with the
-number of its line, because a problem that is quietly left out would change the score.
+A line is ``{"question": ..., "answer": "... #### 42"}``. Any other line is refused with its
+number, because leaving out a problem would change the score.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ import stat
 from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from kvferry.cli.eval.score import stated_number
 from kvferry.errors import InputError
 
-# The whole data set has 5 MB. What is much larger is something else.
+# The data set has 5 MB; a much larger file is something else.
 MAX_BYTES = 64 << 20
 FORM = '{"question": "...", "answer": "... #### 42"}'
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """A question, its worked answer as the file has it, and the number that is right.
+    """A question, its worked answer from the file, and the right number.
 
     ``line`` counts from 1, as editors do.
     """
@@ -35,7 +35,7 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class Quiz(NamedTuple):
-    """Worked examples that stand in every prompt, and the questions that are asked."""
+    """The worked examples of every prompt, and the questions to ask."""
 
     shots: tuple[Problem, ...]
     questions: tuple[Problem, ...]
@@ -50,7 +50,7 @@ _LINES = msgspec.json.Decoder(_Line)
 
 
 def read_problems(name: str) -> tuple[Problem, ...]:
-    """All problems of a file, in its order. Empty lines are passed over."""
+    """Return all problems of a file, in its order, without empty lines."""
     try:
         content = _read(Path(name))
     except (OSError, ValueError) as error:
@@ -68,7 +68,7 @@ def read_problems(name: str) -> tuple[Problem, ...]:
 
 
 def _read(path: Path) -> bytes:
-    # Asked before opening: opening a pipe waits for a writer, and a device may never end.
+    # Before opening, because opening a pipe waits for a writer, and a device may have no end.
     if not stat.S_ISREG(path.stat().st_mode):
         raise InputError(f"{str(path)!r} is not a file; give one with a line {FORM} a problem")
     with path.open("rb") as file:
@@ -81,17 +81,17 @@ def _read(path: Path) -> bytes:
 def _problem(line: bytes, number: int, name: str) -> Problem:
     where = f"line {number} of {name!r}"
     try:
-        told = _LINES.decode(line)
+        found = _LINES.decode(line)
     except msgspec.ValidationError as error:
         raise InputError(f"{where} is not a problem ({error}); it must be {FORM}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{where} is not JSON ({error}); it must be {FORM}") from None
-    if not told.question.strip():
+    if not found.question.strip():
         raise InputError(f"{where} has an empty question; it must be {FORM}")
-    expected = stated_number(told.answer)
+    expected = stated_number(found.answer)
     if expected is None:
         raise InputError(f"{where}: the answer does not end in '#### ' and a number, as in {FORM}")
-    return Problem(number, told.question.strip(), told.answer.strip(), expected)
+    return Problem(number, found.question.strip(), found.answer.strip(), expected)
 
 
 def make_quiz(
@@ -101,10 +101,10 @@ def make_quiz(
     num: int | None = None,
     train: Sequence[Problem] | None = None,
 ) -> Quiz:
-    """The first ``num_shots`` problems become shots; those behind them are asked.
+    """Return the first ``num_shots`` problems as shots and the rest as questions.
 
-    With ``train`` the shots are its first ones, and all of ``problems`` may be asked. ``num`` is
-    how many are asked, from the first on; None means all.
+    With ``train`` the shots are its first problems, and all of ``problems`` are questions. Only
+    the first ``num`` questions are asked; None means all.
     """
     source = problems if train is None else train
     if len(source) < num_shots + (train is None):
@@ -122,16 +122,58 @@ def make_quiz(
             f"--num {num} is more than the {len(rest)} questions that --data has{behind}; lower it"
         )
     asked = rest[:num]
-    _demand_apart(shots, asked)
-    return Quiz(shots, asked)
-
-
-def _demand_apart(shots: Sequence[Problem], asked: Sequence[Problem]) -> None:
-    """A question whose answer stands in the prompt measures nothing."""
     known = {shot.question for shot in shots}
     for problem in asked:
+        # A prompt that has the answer measures nothing.
         if problem.question in known:
             raise InputError(
                 f"the question in line {problem.line} of --data is also one of the shots, with "
                 f"its answer; remove it, or take the shots from another file with --train"
             )
+    return Quiz(shots, asked)
+
+
+# ---------------------------------------------------------------- prompts
+
+# A base model continues with another question after its answer.
+STOPS = ("Question:",)
+# In every user turn, because some chat templates refuse a system message.
+INSTRUCTION = "Think step by step. End with a line that has #### and then only the number."
+
+
+def completion_text(shots: Sequence[Problem], question: str) -> str:
+    """Return the few-shot prompt of a completion."""
+    worked = (f"Question: {shot.question}\nAnswer: {shot.answer}\n\n" for shot in shots)
+    return f"{''.join(worked)}Question: {question}\nAnswer:"
+
+
+def chat_messages(shots: Sequence[Problem], question: str) -> list[dict[str, str]]:
+    """Return the conversation: a user turn and an assistant turn for each shot."""
+    messages = []
+    for shot in shots:
+        messages.append(_user(shot.question))
+        messages.append({"role": "assistant", "content": shot.answer})
+    return [*messages, _user(question)]
+
+
+def _user(question: str) -> dict[str, str]:
+    return {"role": "user", "content": f"{question}\n\n{INSTRUCTION}"}
+
+
+def request_body(
+    shots: Sequence[Problem], question: str, *, chat: bool, model: str, max_tokens: int
+) -> dict[str, Any]:
+    """Return a greedy, streamed request with only the fields that every server accepts."""
+    asked: dict[str, Any]
+    if chat:
+        asked = {"messages": chat_messages(shots, question)}
+    else:
+        asked = {"prompt": completion_text(shots, question), "stop": list(STOPS)}
+    return {
+        "model": model,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **asked,
+    }

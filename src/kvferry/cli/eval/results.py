@@ -1,7 +1,7 @@
-"""Results: what became of each question, and of all of them together. Pure.
+"""The outcome of each question, and the score of all. Pure.
 
-A question that got no answer is a failure of the endpoint and not a wrong answer: it is counted
-apart, and the score is of those that were answered.
+A question without a reply is a failure of the endpoint and not a wrong answer. It is counted
+separately; the score is of the answered questions.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvferry.cli.load.stats import Spread, spread
 
 
 class QuestionOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """One question's line in the log. ``right`` is None where there is no answer.
+    """One question's line in the log.
 
-    ``line`` is the question's line in the data, ``got`` the number found in the answer, and
-    ``kvferry`` what a kvferry endpoint says of the transfer.
+    ``line`` is the question's line in the data, ``right`` is None after a failure, ``got`` is the
+    number in the answer, and ``kvferry`` is a kvferry endpoint's report of the transfer.
     """
 
     line: int
@@ -41,7 +41,7 @@ class QuestionOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharedReason(msgspec.Struct, frozen=True):
-    """Questions that failed for the same reason, by their lines in the data."""
+    """The questions that failed for one reason, by their lines in the data."""
 
     reason: str
     lines: tuple[int, ...]
@@ -50,8 +50,8 @@ class SharedReason(msgspec.Struct, frozen=True):
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
     """The score and the cost of all questions that have ended.
 
-    ``cut`` answers reached the longest length, and ``no_number`` ones have none; both count as
-    answers. ``standard_error`` is that of the mean, sqrt(p (1 - p) / n) with n = ``answered``.
+    ``cut`` answers reached the length limit and ``no_number`` answers have no number; both count
+    as answered. ``standard_error`` is sqrt(p (1 - p) / n) with n = ``answered``.
     """
 
     asked: int
@@ -70,7 +70,7 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judge(problem: Problem, reply: LoadReply) -> QuestionOutcome:
-    """Whether a reply is right, and what it cost."""
+    """Return the outcome of a question with this reply."""
     got = answered_number(reply.text)
     return QuestionOutcome(
         line=problem.line,
@@ -90,7 +90,7 @@ def judge(problem: Problem, reply: LoadReply) -> QuestionOutcome:
 
 
 def tally(outcomes: Sequence[QuestionOutcome], seconds: float) -> Tally:
-    """Everything together; ``seconds`` is how long all of it took."""
+    """Return the score of all outcomes; ``seconds`` is the duration of the run."""
     answered = [one for one in outcomes if not one.error]
     right = sum(one.right is True for one in answered)
     tokens = sum(one.output_tokens for one in answered)
@@ -103,7 +103,7 @@ def tally(outcomes: Sequence[QuestionOutcome], seconds: float) -> Tally:
         standard_error=standard_error(right, len(answered)) if answered else None,
         no_number=sum(one.got is None for one in answered),
         cut=sum(one.finish == "length" for one in answered),
-        latency_s=spread([one.total_s for one in answered]) if answered else None,
+        latency_s=spread(one.total_s for one in answered),
         output_tokens=tokens,
         output_tokens_per_s=tokens / seconds if seconds > 0 else 0.0,
         seconds=seconds,
@@ -112,7 +112,7 @@ def tally(outcomes: Sequence[QuestionOutcome], seconds: float) -> Tally:
 
 
 def failures_of(outcomes: Sequence[QuestionOutcome]) -> tuple[SharedReason, ...]:
-    """By reason, the most frequent first."""
+    """Return the failures by reason, the most frequent first."""
     lines: dict[str, list[int]] = {}
     for one in outcomes:
         if one.error:

@@ -1,8 +1,8 @@
-"""The number that an answer gives, and how sure a score is. Pure.
+"""The number in an answer, and the standard error of a score. Pure.
 
-Where an answer has ``#### 42`` the number behind it counts, else the last number of the text.
-Thousands may have commas, money its sign, and a minus belongs to a number unless something that
-could be the left side of a subtraction or a range stands right before it.
+The number after ``####`` counts, else the last number of the text. Thousands may have commas and
+money its sign. A minus belongs to a number unless it follows what could be the left side of a
+subtraction or of a range.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _NUMBER = r"""
     )
 """
 _ANY = re.compile(_NUMBER, re.VERBOSE)
-# Some write '#### **42**' or '#### \(42\)'; many use '#### 1. First' as a heading, which is no
-# answer. The group is atomic, so that a number is never cut short to get past the last line.
+# Models also write '#### **42**' or '#### \(42\)'. '#### 1. First' is a heading and no answer. The
+# group is atomic, so that the last condition never shortens a number.
 _MARKED = re.compile(
     rf"\#\#\#\# [ \t*_`({{\[\\]* (?> {_NUMBER} ) (?! [.):] [ \t*]* \w )", re.VERBOSE
 )
@@ -30,25 +30,25 @@ _STATED = re.compile(rf"\#\#\#\# [ \t]* {_NUMBER} \s* \Z", re.VERBOSE)
 
 
 def answered_number(text: str) -> Decimal | None:
-    """The number that a model's answer comes to; None if it has none."""
-    # The last of them: a model may correct itself, and write headings before.
+    """Return the number in a model's answer; None if it has none."""
+    # The last one: a model may correct itself or write headings before.
     found = list(_MARKED.finditer(text)) or list(_ANY.finditer(text))
     return _value(found[-1]) if found else None
 
 
 def stated_number(answer: str) -> Decimal | None:
-    """The number that a problem of the data set ends in; None if it doesn't."""
+    """Return the number at the end of a data set's answer; None if it has none."""
     found = _STATED.search(answer)
     return None if found is None else _value(found)
 
 
 def _value(found: re.Match[str]) -> Decimal:
-    # Built from text, so that no digit is rounded away, however many there are.
+    # From text, so that no digit is rounded.
     sign = "-" if found["before"] or found["inside"] else ""
     return Decimal(sign + found["digits"].replace(",", ""))
 
 
 def standard_error(num_right: int, num_answered: int) -> float:
-    """The standard error of the mean of yes-or-no outcomes: sqrt(p (1 - p) / n)."""
+    """Return the standard error of a share of n: sqrt(p (1 - p) / n)."""
     p = num_right / num_answered
     return math.sqrt(p * (1 - p) / num_answered)

@@ -1,5 +1,5 @@
-"""Load on any endpoint that speaks OpenAI's API, and what is measured of it.
+"""Load on any endpoint with OpenAI's API, and its measurements.
 
-Knows HTTP and nothing of kvferry's own server but the ``kvferry`` field of an answer, so it
-measures others in the same way.
+Knows nothing of kvferry's server but the ``kvferry`` field of a reply, so that it measures other
+servers in the same way.
 """

@@ -1,7 +1,6 @@
-"""Questions that have nothing in common, in whatever form an endpoint takes. Pure.
+"""Random prompts, in the forms that endpoints accept. Pure.
 
-A server that keeps the beginnings of earlier prompts would answer similar ones too quickly, so
-every prompt is random from its first token on.
+A prompt is random from its first token on, so that no prefix cache shortens the measurement.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from typing import Any, NamedTuple
 
 from kvferry.cli.load.client import CHAT, COMPLETIONS
 
-# Ordinary tokens of nearly every vocabulary, and of the smallest ones; no special tokens.
+# Token ids of nearly every vocabulary, and of the smallest ones; no special tokens.
 WIDE, NARROW = range(1000, 30_000), range(32, 250)
-# Short and common, so that each is one token to most tokenizers.
+# One token each in most tokenizers.
 WORDS = (
     "water river boat ship bank sea wind rain sun sky north south east west road city town house "
     "door room table chair window wall garden tree leaf flower stone sand gold iron wood paper "
@@ -25,7 +24,7 @@ WORDS = (
 
 
 class PromptKind(StrEnum):
-    """What a prompt is made of."""
+    """The content of a prompt."""
 
     IDS = "token ids"
     SMALL_IDS = "token ids below 250"
@@ -34,26 +33,26 @@ class PromptKind(StrEnum):
 
 
 class PromptForm(NamedTuple):
-    """How an endpoint is asked; ``exact`` asks it not to end early, which OpenAI's API has not."""
+    """The form of a request; ``exact`` adds ``ignore_eos``, an extension of OpenAI's API."""
 
     kind: PromptKind
     exact: bool
 
     @property
     def path(self) -> str:
-        """Where questions of this form go."""
+        """The path for requests of this form."""
         return CHAT if self.kind is PromptKind.CHAT else COMPLETIONS
 
     def __str__(self) -> str:
         return f"{self.kind}{'' if self.exact else ', without ignore_eos'}"
 
 
-# What is tried in turn until an endpoint takes it, the most exact first.
+# Tried in turn until the endpoint accepts one.
 FORMS = tuple(PromptForm(kind, exact) for exact in (True, False) for kind in PromptKind)
 
 
-class Asker:
-    """Makes the bodies of a run, no two of them alike."""
+class PromptGenerator:
+    """Makes the request bodies of a run, no two of them alike."""
 
     def __init__(self, model: str, input_tokens: int, output_tokens: int, seed: int) -> None:
         self._model = model
@@ -62,7 +61,7 @@ class Asker:
         self._random = random.Random(seed)
 
     def body(self, form: PromptForm) -> dict[str, Any]:
-        """The next question."""
+        """Return the next request body."""
         body: dict[str, Any] = {
             "model": self._model,
             "max_tokens": self._output_tokens,
@@ -71,7 +70,7 @@ class Asker:
             "stream_options": {"include_usage": True},
         }
         if form.exact:
-            # Ids show tokens whose text has to wait for the next one.
+            # A token without text of its own still has an id.
             body |= {"ignore_eos": True, "return_token_ids": True}
         return body | self._prompt(form.kind)
 

@@ -1,4 +1,4 @@
-"""Statistics: what a number of replies amounts to. Pure."""
+"""Statistics of replies. Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvferry.cli.load.client import LoadReply
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """The middle of many values, and what one in a hundred exceeds."""
+    """The median and the 99th percentile."""
 
     p50: float
     p99: float
 
 
 class Range(msgspec.Struct, frozen=True):
-    """The least and the most of many counts."""
+    """The smallest and the largest of some counts."""
 
     least: int
     most: int
@@ -29,12 +29,12 @@ class Range(msgspec.Struct, frozen=True):
 
 
 class Level(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured with so many requests under way at any time.
+    """The measurements at one concurrency; what is unknown is None.
 
-    ``seconds`` is from the first question to the last answer, and throughput counts what was
-    answered in them. ``tpot_s`` is the time of an output token after the first. ``prompt_tokens``
-    is what the server counted. ``carried_bytes`` and ``modes`` (requests by mode) are what a
-    kvferry server says of its transfers. What nobody told or nobody measured is None.
+    ``seconds`` is from the first request to the last reply, and the throughput counts what was
+    answered in this time. ``tpot_s`` is the time of each output token after the first. The server
+    counts ``prompt_tokens``. A kvferry server reports ``carried_bytes`` and ``modes`` (requests by
+    transfer mode).
     """
 
     concurrency: int
@@ -54,30 +54,35 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that ``share`` of all do not exceed, interpolated between neighbours."""
+    """Return the value that ``share`` of all do not exceed, interpolated between neighbours."""
     ordered = sorted(values)
     at = share * (len(ordered) - 1)
     below, above = ordered[math.floor(at)], ordered[math.ceil(at)]
     return below + (above - below) * (at - math.floor(at))
 
 
-def spread(values: Sequence[float]) -> Spread:
-    """Of values of which there is at least one."""
-    return Spread(percentile(values, 0.5), percentile(values, 0.99))
+def spread(values: Iterable[float | None]) -> Spread | None:
+    """Return the spread of the known values; None if there are none."""
+    known = [value for value in values if value is not None]
+    return Spread(percentile(known, 0.5), percentile(known, 0.99)) if known else None
 
 
 def tpot_s(reply: LoadReply) -> float | None:
-    """The time of an output token after the first; None where the answer came in one piece."""
+    """Return the time of each output token after the first; None for a reply in one piece."""
     if reply.ttft_s is None or len(reply.stamps) < 2 or reply.output_tokens < 2:
         return None
     return (reply.total_s - reply.ttft_s) / (reply.output_tokens - 1)
 
 
 def summarise(concurrency: int, replies: Sequence[LoadReply]) -> Level:
-    """One level out of its replies; times are of those that were answered."""
+    """Return the level of these replies; its times are those of successful requests."""
     good = [reply for reply in replies if not reply.error]
     reasons = [reply.error for reply in replies if reply.error]
-    seconds = _seconds(replies)
+    ends = [reply.began + reply.total_s for reply in replies]
+    seconds = max(ends) - min(reply.began for reply in replies) if replies else 0.0
+    reports = [reply.report for reply in good]
+    carried = [one["bytes"] for one in reports if isinstance(one.get("bytes"), int)]
+    modes = Counter(str(one["mode"]) for one in reports if one.get("mode"))
     return Level(
         concurrency=concurrency,
         requests=len(replies),
@@ -86,38 +91,16 @@ def summarise(concurrency: int, replies: Sequence[LoadReply]) -> Level:
         seconds=seconds,
         requests_per_s=len(good) / seconds if seconds else 0.0,
         output_tokens_per_s=sum(r.output_tokens for r in good) / seconds if seconds else 0.0,
-        ttft_s=_spread(r.ttft_s for r in good),
-        tpot_s=_spread(tpot_s(r) for r in good),
-        total_s=_spread(r.total_s for r in good),
+        ttft_s=spread(r.ttft_s for r in good),
+        tpot_s=spread(tpot_s(r) for r in good),
+        total_s=spread(r.total_s for r in good),
         prompt_tokens=_range(r.prompt_tokens for r in good),
         output_tokens=_range(r.output_tokens for r in good),
-        carried_bytes=_carried(good),
-        modes=_modes(good),
+        carried_bytes=sum(carried) if carried else None,
+        modes=dict(sorted(modes.items())),
     )
-
-
-def _seconds(replies: Sequence[LoadReply]) -> float:
-    if not replies:
-        return 0.0
-    ended = max(reply.began + reply.total_s for reply in replies)
-    return ended - min(reply.began for reply in replies)
-
-
-def _spread(values: Iterable[float | None]) -> Spread | None:
-    known = [value for value in values if value is not None]
-    return spread(known) if known else None
 
 
 def _range(values: Iterable[int | None]) -> Range | None:
     known = [value for value in values if value is not None]
     return Range(min(known), max(known)) if known else None
-
-
-def _carried(replies: Sequence[LoadReply]) -> int | None:
-    told = [r.report["bytes"] for r in replies if isinstance(r.report.get("bytes"), int)]
-    return sum(told) if told else None
-
-
-def _modes(replies: Sequence[LoadReply]) -> dict[str, int]:
-    told = (str(r.report["mode"]) for r in replies if r.report.get("mode"))
-    return dict(sorted(Counter(told).items()))

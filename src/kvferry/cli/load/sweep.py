@@ -1,33 +1,31 @@
-"""A closed loop at one concurrency after the other: whoever has an answer asks the next question.
-
-Belongs to one event loop.
-"""
+"""A closed loop of requests at several concurrencies, in one event loop."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import aiohttp
 import msgspec
 
 from kvferry.cli.load.client import LoadReply, ask, find_model, session_for
-from kvferry.cli.load.prompts import FORMS, Asker, PromptForm
+from kvferry.cli.load.prompts import FORMS, PromptForm, PromptGenerator
 from kvferry.cli.load.stats import Level, summarise
 from kvferry.errors import InputError, KvferryError
 
-# Refusals that another form of the question would not mend.
+# Refusals for reasons other than the form of the request.
 FINAL = (401, 403, 408, 429)
 LEAST_REQUESTS = 8
 ROUNDS = 4
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of an endpoint.
+    """The load on an endpoint.
 
-    ``requests`` is for each concurrency; None is four for each that is under way, and at least
-    eight. ``extra`` goes into every body.
+    ``requests`` is for each concurrency; None is four times the concurrency and at least eight.
+    ``extra`` is added to every body.
     """
 
     concurrency: tuple[int, ...]
@@ -39,15 +37,26 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     extra: Mapping[str, Any] = {}
 
+    @property
+    def lengths(self) -> str:
+        """The lengths of prompts and answers, for a title."""
+        return f"{self.input_tokens} tokens in, {self.output_tokens} out"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The lengths and the seed, for a JSON document."""
+        names = ("input_tokens", "output_tokens", "seed")
+        return {name: getattr(self, name) for name in names}
+
     def num_requests(self, concurrency: int) -> int:
-        """How many are asked while so many are under way."""
+        """Return the number of requests at this concurrency."""
         if self.requests is not None:
             return max(self.requests, concurrency)
         return max(LEAST_REQUESTS, ROUNDS * concurrency)
 
 
 class Sweep(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it. ``form`` is how the endpoint had to be asked."""
+    """The result of a load; ``form`` is the form of request that the endpoint accepted."""
 
     model: str
     form: str
@@ -55,7 +64,7 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def failure(self) -> str | None:
-        """What went wrong, as a sentence; None if every request was answered."""
+        """A sentence about failed requests; None if every request was answered."""
         failed = sum(level.failed for level in self.levels)
         if not failed:
             return None
@@ -65,7 +74,7 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SweepWatcher(Protocol):
-    """Who looks on while it runs."""
+    """An observer of a sweep."""
 
     def level(self, concurrency: int, num_requests: int) -> None:
         """A concurrency begins."""
@@ -75,7 +84,7 @@ class SweepWatcher(Protocol):
 
 
 def run_sweep(url: str, load: Load, watcher: SweepWatcher, *, api_key: str | None = None) -> Sweep:
-    """Measure an endpoint. Raises ``KvferryError`` with a sentence if it takes no request."""
+    """Measure an endpoint. Raises ``KvferryError`` if it accepts no request."""
 
     async def run() -> Sweep:
         async with session_for(url, api_key=api_key) as session:
@@ -85,34 +94,32 @@ def run_sweep(url: str, load: Load, watcher: SweepWatcher, *, api_key: str | Non
 
 
 async def sweep(session: aiohttp.ClientSession, load: Load, watcher: SweepWatcher) -> Sweep:
-    """Find out how to ask, warm the endpoint up, then measure every concurrency."""
+    """Find an accepted form of request, warm up, then measure every concurrency."""
     model = load.model or await find_model(session)
-    asker = Asker(model, load.input_tokens, load.output_tokens, load.seed)
-    runner = _Runner(session, load, asker, watcher)
+    prompts = PromptGenerator(model, load.input_tokens, load.output_tokens, load.seed)
+    runner = _Runner(session, load, prompts, watcher)
     form = await runner.warm_up()
     levels: list[Level] = []
     for concurrency in load.concurrency:
         level = summarise(concurrency, await runner.level(form, concurrency))
         levels.append(level)
         if level.failed == level.requests:
-            # It is gone; asking on would only wait for more deadlines.
+            # The endpoint is gone; more requests would only wait for their deadlines.
             break
     return Sweep(model=model, form=str(form), levels=levels)
 
 
+@dataclass(frozen=True)
 class _Runner:
-    """Asks one endpoint."""
+    """Sends requests to one endpoint."""
 
-    def __init__(
-        self, session: aiohttp.ClientSession, load: Load, asker: Asker, watcher: SweepWatcher
-    ) -> None:
-        self._session = session
-        self._load = load
-        self._asker = asker
-        self._watcher = watcher
+    session: aiohttp.ClientSession
+    load: Load
+    prompts: PromptGenerator
+    watcher: SweepWatcher
 
     async def warm_up(self) -> PromptForm:
-        """The first form that the endpoint takes; connections and code paths are then warm."""
+        """Return the first form that the endpoint accepts; this also warms up connections."""
         refused: list[LoadReply] = []
         for form in FORMS:
             reply = await self._ask(form)
@@ -121,38 +128,34 @@ class _Runner:
             refused.append(reply)
             if not 400 <= reply.status < 500 or reply.status in FINAL:
                 break
-        # The others are consequences; but a failure says more than a refusal.
+        # Later refusals follow from the first; a failure says more than a refusal.
         reply = refused[0] if 400 <= refused[-1].status < 500 else refused[-1]
         kind = InputError if reply.status < 500 and reply.status != 200 else KvferryError
         raise kind(f"the warm-up request failed: {reply.error}")
 
     async def _ask(self, form: PromptForm) -> LoadReply:
-        body = {**self._asker.body(form), **self._load.extra}
-        reply = await ask(self._session, body, path=form.path, deadline_s=self._load.deadline_s)
+        body = {**self.prompts.body(form), **self.load.extra}
+        reply = await ask(self.session, body, path=form.path, deadline_s=self.load.deadline_s)
         if not (reply.error or reply.stamps):
             reply.error = "the answer is empty"
         return reply
 
     async def level(self, form: PromptForm, concurrency: int) -> list[LoadReply]:
-        """All replies of one concurrency, in the order in which they ended."""
-        num_requests = self._load.num_requests(concurrency)
-        self._watcher.level(concurrency, num_requests)
+        """Return all replies of one concurrency, in the order in which they ended."""
+        num_requests = self.load.num_requests(concurrency)
+        self.watcher.level(concurrency, num_requests)
         replies: list[LoadReply] = []
         numbers = iter(range(num_requests))
 
-        async def keep_asking() -> None:
+        async def worker() -> None:
             for _ in numbers:
                 replies.append(await self._ask(form))
-                self._watcher.answered(replies[-1])
-                if _is_hopeless(replies, concurrency):
+                self.watcher.answered(replies[-1])
+                if len(replies) >= concurrency and all(reply.error for reply in replies):
+                    # The endpoint has answered none of the first requests.
                     return
 
         async with asyncio.TaskGroup() as group:
             for _ in range(concurrency):
-                group.create_task(keep_asking())
+                group.create_task(worker())
         return replies
-
-
-def _is_hopeless(replies: list[LoadReply], concurrency: int) -> bool:
-    """Whether everybody has asked once and nobody was answered."""
-    return len(replies) >= concurrency and all(reply.error for reply in replies)

@@ -1,0 +1,88 @@
+"""``kvferry bench transfer`` and ``control``: small runs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+import pytest
+
+from kvferry.cli.main import main
+
+SHAPE = "--layers 2 --kv-heads 4 --head-dim 16 --dtype bfloat16 --tokens 96"
+
+
+class Ran(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> dict[str, Any]:
+        document = json.loads(self.out.splitlines()[-1])
+        assert isinstance(document, dict)
+        return document
+
+
+def bench(capsys: pytest.CaptureFixture[str], words: str) -> Ran:
+    status = main(["bench", *words.split()])
+    return Ran(status, *capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("words", "path", "pieces"),
+    [
+        # Two layers of K and V, 96 tokens, to each of two ranks.
+        ("--transport shm --prefill tp=1 --decode tp=2", "slices", 2 * 2 * 96 * 2),
+        # The default is auto, which takes shared memory on one host.
+        ("--prefill tp=1 --decode tp=2", "slices", 2 * 2 * 96 * 2),
+        ("--transport nixl --prefill tp=1 --decode tp=2 --mode slices", "slices", 2 * 2 * 96 * 2),
+        # One slot for each target.
+        ("--transport nixl --prefill tp=1 --decode tp=2 --mode staged", "staged", 2),
+        ("--transport mooncake --prefill tp=2 --decode tp=1 --mode staged", "staged", 2),
+    ],
+)
+def test_a_transfer_is_measured_and_verified(
+    capsys: pytest.CaptureFixture[str], words: str, path: str, pieces: int
+) -> None:
+    done = bench(capsys, f"transfer {SHAPE} --repeat 2 --json {words}")
+    assert done.status == 0, done.err
+    report = done.document
+    assert report["verified"] is True
+    assert report["mode"] == path
+    assert report["pieces"] == pieces
+    assert report["bytes"] == 2 * 2 * 96 * 4 * 16 * 2
+    seconds = report["seconds"]
+    assert len(seconds["all"]) == 2
+    assert min(seconds["all"]) <= seconds["median"] <= max(seconds["all"])
+    assert report["staging_bytes"] <= 64 << 20
+    assert (report["staging_bytes"] == 0) == ("shm" in words)
+    asked = words.split()[1] if "--transport" in words else "auto"
+    assert (report["transport"], report["chosen"]) == (asked, asked if asked != "auto" else "shm")
+
+
+def test_a_mode_that_is_not_possible_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    done = bench(capsys, f"transfer {SHAPE} --prefill tp=1 --decode tp=2 --mode runs")
+    assert done.status == 2
+    assert done.err.count("\n") == 1
+    assert "runs is not open" in done.err
+
+
+def test_layouts_that_do_not_fit_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    done = bench(capsys, f"transfer {SHAPE} --prefill tp=3 --decode tp=2 --json")
+    assert done.status == 3
+    assert "tp-does-not-fit-units" in done.out
+
+
+def test_an_unknown_transport_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    done = bench(capsys, f"transfer {SHAPE} --prefill tp=1 --decode tp=2 --transport pigeon")
+    assert done.status == 2
+    assert "pigeon" in done.err
+
+
+def test_rooms_of_one_page_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    done = bench(capsys, "control --concurrency 1,4 --rooms 20 --json")
+    assert done.status == 0, done.err
+    levels = done.document["levels"]
+    assert [level["concurrency"] for level in levels] == [1, 4]
+    assert all(level["rooms"] == 20 and 0 < level["p50_ms"] <= level["p99_ms"] for level in levels)
