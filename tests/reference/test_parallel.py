@@ -10,9 +10,8 @@ from reference.driving import Answer, ask, demand_equal, engine_of, requests
 
 from kvferry.layout.intervals import Span
 from kvferry.layout.layout import Parallel, find_shard
-from kvferry.reference.engine.layouts import KV, STATE, layout_for
-from kvferry.reference.models.compute.shard import even_share, shard_of
-from kvferry.reference.models.config import ModelConfig
+from kvferry.reference.models.config import KV, STATE, ModelConfig, layout_for
+from kvferry.reference.models.shard import even_share, shard_of
 from kvferry.reference.models.tiny import TinyKind
 
 Models = dict[TinyKind, Path]

@@ -81,11 +81,11 @@ async def test_a_clients_mistake_is_no_warning(log: io.StringIO) -> None:
 def test_a_rank_writes_its_log_as_its_driver_does() -> None:
     """Even the reason for which it never began."""
     code = (
-        "import multiprocessing, pathlib; from kvferry.telemetry.logs.lines import LogSettings; "
+        "import multiprocessing; from kvferry.telemetry.logs.lines import LogSettings; "
         "from kvferry.reference.ranks.processes import rank_main; "
-        "ours, theirs = multiprocessing.Pipe(); _, beats = multiprocessing.Pipe(); "
+        "ours, theirs = multiprocessing.Pipe(); "
         "settings = LogSettings('decode-0', 'INFO', 0); "
-        "rank_main(theirs, beats, None, 3, pathlib.Path('/nowhere'), settings)"
+        "rank_main(theirs, None, 3, None, settings)"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60

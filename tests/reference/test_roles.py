@@ -29,15 +29,15 @@ from kvferry.plan import PageTable, RankPair, Side, bind, check, contiguous_pool
 from kvferry.plan import Request as Length
 from kvferry.reference.engine.cache import one_region
 from kvferry.reference.engine.engine import Engine
-from kvferry.reference.engine.layouts import KV, STATE
 from kvferry.reference.engine.requests import (
     Admitted,
     Computed,
     EngineRequest,
     EngineRole,
     Produced,
+    Sample,
 )
-from kvferry.reference.engine.steps import Sample
+from kvferry.reference.models.config import KV, STATE
 from kvferry.reference.models.tiny import TinyKind
 
 Models = dict[TinyKind, Path]

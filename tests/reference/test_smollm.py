@@ -15,8 +15,8 @@ from kvferry.errors import InputError
 from kvferry.layout.layout import Parallel
 from kvferry.reference.engine.engine import Engine, EngineOptions
 from kvferry.reference.engine.requests import EngineRequest, FinishReason
-from kvferry.reference.models.folders import DEFAULT
-from kvferry.reference.models.smollm import default_model, unpermuted
+from kvferry.reference.models.find import DEFAULT, default_model
+from kvferry.reference.models.smollm import unpermuted
 from kvferry.reference.models.tokenizer import Tokenizer
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvferry.errors import InputError
 from kvferry.reference.engine.text import StopFilter, TextStream
 from kvferry.reference.models.tiny import TEMPLATE, byte_tokenizer
-from kvferry.reference.models.tokenizer import Settings, Tokenizer
+from kvferry.reference.models.tokenizer import Tokenizer, TokenizerSettings
 
 
 def decode(tokens: Sequence[int]) -> str:
@@ -70,11 +70,12 @@ def test_what_may_become_a_stop_string_waits() -> None:
 
 
 def test_bytes_are_tokens_of_the_small_models() -> None:
-    tokenizer = Tokenizer(byte_tokenizer(), Settings(chat_template=TEMPLATE))
+    tokenizer = Tokenizer(byte_tokenizer(), TokenizerSettings(chat_template=TEMPLATE))
     text = "Grüße, 日本 🙂\n\t<end>"
     assert tokenizer.encode(text) == [*text.removesuffix("<end>").encode(), 256]
     assert tokenizer.decode(range(32, 127)) == "".join(map(chr, range(32, 127)))
-    assert tokenizer.render([{"role": "user", "content": "hi"}]) == "user: hi\nassistant: "
+    prompt = tokenizer.chat([{"role": "user", "content": "hi"}])
+    assert prompt == list(b"user: hi\nassistant: ")
 
 
 def test_a_chat_template_can_refuse_and_reaches_nothing() -> None:
@@ -83,8 +84,8 @@ def test_a_chat_template_can_refuse_and_reaches_nothing() -> None:
         "{{ messages.__class__.__mro__ }}{{ messages.append(1) }}",
         "{{ messages[0]['role'] + 1 }}",
     ):
-        tokenizer = Tokenizer(byte_tokenizer(), Settings(chat_template=template))
+        tokenizer = Tokenizer(byte_tokenizer(), TokenizerSettings(chat_template=template))
         with pytest.raises(InputError, match="chat template"):
-            tokenizer.render([{"role": "user", "content": "hi"}])
+            tokenizer.chat([{"role": "user", "content": "hi"}])
     with pytest.raises(InputError, match="no chat template"):
-        Tokenizer(byte_tokenizer(), Settings()).chat([])
+        Tokenizer(byte_tokenizer(), TokenizerSettings()).chat([])

@@ -17,7 +17,6 @@ from urllib.request import urlopen
 import pytest
 from endpoint.fleets import eventually
 from prometheus_client.parser import text_string_to_metric_families
-from reference.clusters import wait_until
 from reference.driving import PROMPTS
 from reference.working import (
     PATIENCE_S,
@@ -36,10 +35,9 @@ from reference.working import (
 from kvferry import Layers
 from kvferry.discovery.server import DiscoveryServer
 from kvferry.layout.layout import Order, Parallel
-from kvferry.reference.engine.steps import StepPlan
+from kvferry.reference.engine.requests import StepPlan
 from kvferry.reference.models.tiny import TinyKind, make_tiny
-from kvferry.reference.transfer.extension import EndpointSettings
-from kvferry.reference.transfer.prefill import PrefillExtension
+from kvferry.reference.transfer.extensions import EndpointSettings, PrefillExtension
 from kvferry.transports.base import TransportSetup
 from kvferry.transports.shm import ShmTransport
 from kvferry.transports.transport_set import TransportSet
@@ -174,27 +172,28 @@ def test_nine_ranks_hold_three_heads(
     assert [[reply.tokens for reply in both] for both in replies] == [right, right]
 
 
-def test_a_worker_shows_what_every_rank_of_it_counts(
+def test_metrics_of_a_worker_count_the_bytes_of_all_ranks(
     models: Models, discovery: str, neighbour: Neighbour
 ) -> None:
     with pair_of(models[TinyKind.LLAMA], discovery, neighbour, (TP3, ONE)) as pair:
         call(partial(all_at_once, pair=pair, prompts=PROMPTS))
         total = call(partial(carried, worker=pair[0]))
-        ranks = [f"{pair[0].name}/{rank}" for rank in range(3)]
-
-        def counted() -> dict[str, float]:
-            with urlopen(f"{pair[0].url}/metrics", timeout=PATIENCE_S) as response:
-                families = list(text_string_to_metric_families(response.read().decode()))
-            (sent,) = [each for each in families if each.name == "kvferry_bytes"]
-            found = dict.fromkeys(ranks, 0.0)
-            for each in sent.samples:
-                if each.name == "kvferry_bytes_total" and each.labels["endpoint"] in found:
-                    found[each.labels["endpoint"]] += each.value
-            return found
-
-        # Ranks of other processes say it now and then.
-        wait_until(lambda: sum(counted().values()) == total, "every rank to tell")
-        assert all(counted().values())
+        with urlopen(f"{pair[0].url}/metrics", timeout=PATIENCE_S) as response:
+            families = list(text_string_to_metric_families(response.read().decode()))
+    samples = [sample for family in families for sample in family.samples]
+    label = pair[0].name
+    counted = [
+        sample.value
+        for sample in samples
+        if sample.name == "kvferry_serve_carried_bytes" and sample.labels["instance"] == label
+    ]
+    own = [
+        sample.value
+        for sample in samples
+        if sample.name == "kvferry_bytes_total" and sample.labels["endpoint"] == f"{label}/0"
+    ]
+    assert sum(counted) == total
+    assert 0 < sum(own) < total, "and those of the endpoint of rank 0"
 
 
 def test_only_what_is_new_is_sent(
@@ -298,10 +297,10 @@ class Early(PrefillExtension):
     def before(self, plan: StepPlan) -> None:
         super().before(plan)
         if plan.works:
-            self._push_early(plan, self.pace.first)
+            self._push_early(plan, self.tuner.first)
 
     def computed(self, plan: StepPlan, layer: int) -> None:
-        if layer + 1 < self.pace.end:
+        if layer + 1 < self.tuner.end:
             self._push_early(plan, layer + 1)
 
     def _push_early(self, plan: StepPlan, layer: int) -> None:

@@ -42,8 +42,11 @@ def test_a_note_arrives_as_it_was_said(note: Note) -> None:
 
 
 @pytest.mark.parametrize("outcome", [Done(b"first"), Done(), GONE])
-def test_the_end_of_a_room_is_noted_as_it_was(outcome: Outcome) -> None:
-    assert EndedNote.of("r", outcome).outcome == outcome
+def test_an_agreement_takes_the_outcome_of_a_handle(outcome: Outcome) -> None:
+    agreement = RankAgreement(1)
+    take_note(agreement, 0, EndedNote.of("r", outcome))
+    assert agreement.failure == (outcome if outcome is GONE else None)
+    assert agreement.metadata == getattr(outcome, "metadata", b"")
 
 
 def test_notes_are_taken_by_the_agreement() -> None:

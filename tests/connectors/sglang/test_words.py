@@ -18,7 +18,7 @@ from kvferry.connectors.sglang.metadata import RowShape, decoded, encoded
 from kvferry.connectors.sglang.prompts import prompt_of
 from kvferry.connectors.sglang.rows import MetadataRows
 from kvferry.connectors.sglang.settings import liveness_in, transport_in
-from kvferry.reference.engine.steps import Sample
+from kvferry.reference.engine.requests import Sample
 from kvferry.reference.transfer.messages import FirstTokenNote, encode
 
 SHAPE = RowShape((64, 16, 64), room=2)

@@ -1,8 +1,7 @@
 """A rank's share of the weights, read from safetensors.
 
-Only the slices that a rank computes with are read; the files are mapped, so the
-rest costs nothing. A module asks for what it needs by name and span while it is
-being built, and there is no list of parameters to fill in afterwards.
+The files are mapped and only the slices that a rank computes with are read. A module asks for
+its tensors by name and span while it is built.
 """
 
 from __future__ import annotations
@@ -19,7 +18,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvferry import InputError, Span
-from kvferry.reference.models.folders import INDEX, SINGLE
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 class _Index(msgspec.Struct):
@@ -33,20 +34,18 @@ class Weights:
         self._folder = folder
         self.dtype = dtype
         self.device = device
-        self._open = ExitStack()
         # safetensors has no types for its handles.
         self._files: dict[str, Any] = {}
-        for name in _file_names(folder):
-            self._add(name)
-
-    def _add(self, file_name: str) -> None:
-        path = self._folder / file_name
-        try:
-            handle = self._open.enter_context(safe_open(path, framework="pt"))
-        except (OSError, SafetensorError) as error:
-            self._open.close()
-            raise InputError(f"{path} can't be read ({error}); download the model again") from None
-        self._files |= dict.fromkeys(handle.keys(), handle)
+        with ExitStack() as opening:
+            for name in _file_names(folder):
+                path = folder / name
+                try:
+                    handle = opening.enter_context(safe_open(path, framework="pt"))
+                except (OSError, SafetensorError) as error:
+                    message = f"{path} can't be read ({error}); download the model again"
+                    raise InputError(message) from None
+                self._files |= dict.fromkeys(handle.keys(), handle)
+            self._open = opening.pop_all()
 
     def __enter__(self) -> Weights:
         return self
@@ -60,19 +59,19 @@ class Weights:
         self._open.close()
 
     def whole(self, name: str) -> Tensor:
-        """All of one tensor."""
-        return self._ready(self._slice(name)[:])
+        """Return one whole tensor."""
+        return self._loaded(self._slice(name)[:])
 
     def rows(self, name: str, span: Span) -> Tensor:
-        """The outputs ``span`` of a matrix (or the elements of a vector)."""
-        return self._ready(self._slice(name)[span.first : span.end])
+        """Return the outputs ``span`` of a matrix, or elements of a vector."""
+        return self._loaded(self._slice(name)[span.first : span.end])
 
     def columns(self, name: str, span: Span) -> Tensor:
-        """The inputs ``span`` of a matrix."""
-        return self._ready(self._slice(name)[:, span.first : span.end])
+        """Return the inputs ``span`` of a matrix."""
+        return self._loaded(self._slice(name)[:, span.first : span.end])
 
     def stacked(self, parts: Sequence[tuple[str, Span]]) -> Tensor:
-        """Rows of several matrices, one below the other: one product instead of several."""
+        """Return rows of several matrices as one matrix, for a single product."""
         return torch.cat([self.rows(name, span) for name, span in parts])
 
     def _slice(self, name: str) -> Any:
@@ -82,8 +81,8 @@ class Weights:
             )
         return self._files[name].get_slice(name)
 
-    def _ready(self, tensor: Tensor) -> Tensor:
-        # A copy in any case: nothing may keep the mapped file alive.
+    def _loaded(self, tensor: Tensor) -> Tensor:
+        # Always copy: nothing may keep the mapped file alive.
         return tensor.to(self.device, self.dtype, copy=True).contiguous()
 
 

@@ -14,7 +14,6 @@ from kvferry.cli.doctor.checks.capabilities import Capability, has_capability
 from kvferry.cli.doctor.checks.check import Asked, Check, State, lacking, ok
 from kvferry.cli.doctor.checks.machine import read
 from kvferry.plan.units import human_bytes
-from kvferry.reference.ranks import folders
 from kvferry.transports import segments
 
 AREA = "memory"
@@ -78,10 +77,8 @@ def judge_room(free_bytes: int, total_bytes: int, needed: Need | None) -> Check:
 
 
 def left_over() -> Iterator[Check]:
-    """Memory and folders of workers that were killed together with what cleans up after them."""
-    found = [f"{path} ({human_bytes(path.stat().st_size)})" for path in segments.leftovers()] + [
-        str(path) for path in folders.leftovers()
-    ]
+    """Memory of workers that were killed together with what cleans up after them."""
+    found = [f"{path} ({human_bytes(path.stat().st_size)})" for path in segments.leftovers()]
     if not found:
         yield ok(AREA, "leftovers", "none")
         return

@@ -1,13 +1,12 @@
-"""Gated linear attention: a layer whose memory of a request is one row, whatever its length.
+"""Gated linear attention: a layer whose cache of a request is one row of fixed size.
 
-For each head there is a matrix S that every token fades and adds to,
+Each head has a matrix S that every token decays and adds to,
 
     S[t] = exp(g[t]) · S[t-1] + k[t]ᵀ v[t]        o[t] = q[t] S[t]
 
-with q, k and v first passed through a short causal convolution. What must be
-kept is S and the convolutions' last inputs, in the request's row of the cache.
-A chunk is computed at once: its tokens see each other through the matrix of
-fadings between them, and everything before through S.
+with q, k and v first passed through a short causal convolution. The request's row keeps S and
+the last inputs of the convolutions. A chunk is computed at once: its tokens see each other
+through the matrix of decays between them, and everything before the chunk through S.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvferry.reference.engine.layouts import STATE
-from kvferry.reference.models.compute.attention import scaled
-from kvferry.reference.models.compute.batch import Run, StepBatch
-from kvferry.reference.models.compute.build import Build
+from kvferry.reference.models.batch import StateRun, StepBatch
+from kvferry.reference.models.config import STATE
+from kvferry.reference.models.layers import Build, scaled
 
 
 class LinearAttention:
@@ -50,23 +48,23 @@ class LinearAttention:
         ]
         self._inputs = [cache.layer(STATE, f"conv_{name}", layer) for name in "qkv"]
         self._sums = cache.layer(STATE, "recurrent", layer)
-        # Ranks that hold the same heads all keep their state, but only one adds to the sum.
+        # All ranks that hold the same heads keep their state, but only one adds to the sum.
         replicas = max(1, comm.tp // config.linear.heads)
-        self._silent = shard.tp_rank % replicas != 0
+        self._is_replica = shard.tp_rank % replicas != 0
         self._comm = comm
 
     def __call__(self, hidden: Tensor, batch: StepBatch) -> Tensor:
-        """Run each request's tokens through its row."""
-        *qkv, gate, fade = torch.split(functional.linear(hidden, self._in), self._widths, dim=-1)
-        fading = -functional.softplus(fade.float() + self._bias.float())
+        """Run each request's tokens through its state."""
+        *qkv, gate, g = torch.split(functional.linear(hidden, self._in), self._widths, dim=-1)
+        decay = -functional.softplus(g.float() + self._bias.float())
         heads = [x.reshape(len(x), -1, dim) for x, dim in zip(qkv, self._dims, strict=True)]
-        mixed = torch.cat([self._run(run, heads, fading) for run in batch.runs])
+        mixed = torch.cat([self._run(run, heads, decay) for run in batch.runs])
         normed = functional.rms_norm(mixed, mixed.shape[-1:], self._norm, self._eps)
         gated = normed.flatten(1) * functional.silu(gate)
         out = functional.linear(gated, self._out)
-        return self._comm.total(out.zero_() if self._silent else out)
+        return self._comm.total(out.zero_() if self._is_replica else out)
 
-    def _run(self, run: Run, heads: list[Tensor], fading: Tensor) -> Tensor:
+    def _run(self, run: StateRun, heads: list[Tensor], decay: Tensor) -> Tensor:
         if run.is_first:
             for state in (*self._inputs, self._sums):
                 state[run.state_row] = 0
@@ -76,13 +74,13 @@ class LinearAttention:
         )
         kept = self._sums[run.state_row].view(-1, self._dims[1], self._dims[2])
         q = q * self._dims[0] ** -0.5
-        mixed, new = fade_and_add(q, k, v, fading[run.rows], kept)
+        mixed, new = decay_and_add(q, k, v, decay[run.rows], kept)
         kept.copy_(new)
         return mixed.to(v.dtype)
 
     @staticmethod
     def _convolve(x: Tensor, weight: Tensor, inputs: Tensor) -> Tensor:
-        """A causal convolution over [tokens, heads, dim] that continues from ``inputs``."""
+        """Return a causal convolution over [tokens, heads, dim] that continues ``inputs``."""
         before = inputs.view(x.shape[1], -1, x.shape[2]).transpose(0, 1)
         joined = torch.cat([before, x])
         windows = joined.unfold(0, weight.shape[-1], 1)
@@ -90,20 +88,20 @@ class LinearAttention:
         return functional.silu((windows * weight).sum(-1))
 
 
-def fade_and_add(
-    q: Tensor, k: Tensor, v: Tensor, fading: Tensor, state: Tensor
+def decay_and_add(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence over a chunk: outputs [tokens, heads, value_dim], and the state after it.
+    """Run the recurrence over a chunk; return outputs [tokens, heads, value_dim] and the state.
 
-    ``fading`` is the logarithm of each token's factor, [tokens, heads], never above 0.
+    ``decay`` is the logarithm of each token's factor, [tokens, heads], never above 0.
     """
-    faded = fading.cumsum(0).T
-    between = faded[:, :, None] - faded[:, None, :]
+    summed = decay.cumsum(0).T
+    between = summed[:, :, None] - summed[:, None, :]
     later = torch.ones_like(between, dtype=torch.bool).triu(1)
     weight = between.masked_fill(later, -torch.inf).exp()
     q, k, v = (x.float().transpose(0, 1) for x in (q, k, v))
     near = (q @ k.transpose(1, 2) * weight) @ v
-    far = (q @ state) * faded[..., None].exp()
-    left = (faded[:, -1:] - faded).exp()
-    new = state * faded[:, -1, None, None].exp() + (k * left[..., None]).transpose(1, 2) @ v
+    far = (q @ state) * summed[..., None].exp()
+    left = (summed[:, -1:] - summed).exp()
+    new = state * summed[:, -1, None, None].exp() + (k * left[..., None]).transpose(1, 2) @ v
     return (near + far).transpose(0, 1), new

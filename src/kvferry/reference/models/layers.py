@@ -1,22 +1,54 @@
-"""Attention over a paged cache, with rotary positions and grouped query heads."""
+"""The parts of a decoder layer that one rank computes: attention and the MLP."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from kvferry import Span
-from kvferry.reference.engine.layouts import KV
-from kvferry.reference.models.compute.batch import StepBatch
-from kvferry.reference.models.compute.build import Build
-from kvferry.reference.models.config import ModelConfig, RopeScaling
+from kvferry.reference.engine.cache import RankCache
+from kvferry.reference.models.batch import StepBatch
+from kvferry.reference.models.config import KV, ModelConfig, RopeScaling
+from kvferry.reference.models.shard import Shard
+from kvferry.reference.models.weights import Weights
+from kvferry.reference.ranks.collectives import Comm
+
+
+class Scratch:
+    """A block of memory that layers gather into, one after the other.
+
+    With fresh memory for each gather, page faults would take longer than the copy.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._memory = torch.empty(0, dtype=dtype, device=device)
+
+    def take(self, shape: Sequence[int]) -> Tensor:
+        """Return an uninitialised tensor, which the next call reuses."""
+        size = math.prod(shape)
+        if size > len(self._memory):
+            self._memory = self._memory.new_empty(size)
+        return self._memory[:size].view(*shape)
+
+
+class Build(NamedTuple):
+    """What the modules of a rank are built from."""
+
+    config: ModelConfig
+    shard: Shard
+    weights: Weights
+    cache: RankCache
+    comm: Comm
+    scratch: Scratch
 
 
 class Rotary:
-    """Rotary positions: cosines and sines of a step's tokens, for every layer alike."""
+    """Cosines and sines of a step's positions, the same for every layer."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         steps = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
@@ -27,14 +59,14 @@ class Rotary:
         self._dtype = dtype
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, [tokens, 1, head_dim]."""
+        """Return cosine and sine, [tokens, 1, head_dim]."""
         angles = positions[:, None].float() * self._frequencies
         both = torch.cat([angles, angles], dim=-1)[:, None]
         return both.cos().to(self._dtype), both.sin().to(self._dtype)
 
 
 def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3: slow rotations are slowed further, fast ones stay, those between are blended."""
+    """Slow down slow rotations as Llama 3 does; keep fast ones, and blend those between."""
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)
@@ -49,7 +81,7 @@ def rotate(heads: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Attention:
-    """One layer's attention: the query heads of this rank and the KV heads they read."""
+    """One layer's attention over the paged cache, with grouped query heads."""
 
     def __init__(self, build: Build, layer: int) -> None:
         config, shard, weights, cache, comm, scratch = build
@@ -78,7 +110,7 @@ class Attention:
         self._scratch = scratch
 
     def __call__(self, hidden: Tensor, batch: StepBatch, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """Write the step's entries into their pages, then attend to all that came before."""
+        """Write the step's entries into their pages, then attend to all entries so far."""
         q, k, v = torch.split(functional.linear(hidden, self._qkv), self._widths, dim=-1)
         q, k, v = (part.reshape(len(part), -1, self._dim) for part in (q, k, v))
         if self._norms is not None:
@@ -86,30 +118,28 @@ class Attention:
             k = functional.rms_norm(k, (self._dim,), self._norms[1], self._eps)
         self._keys[batch.page, batch.offset] = rotate(k, rotary)
         self._values[batch.page, batch.offset] = v
-        # [tokens, KV heads, query heads that read it, dim]
+        # [tokens, KV heads, query heads per KV head, dim]
         mixed = self._attend(rotate(q, rotary).view(len(q), self._num_kv, -1, self._dim), batch)
         return self._comm.total(functional.linear(mixed.flatten(1), self._out))
 
     def _attend(self, q: Tensor, batch: StepBatch) -> Tensor:
         mixed = torch.empty_like(q)
-        for places, pages, mask in batch.singles:
+        for rows, pages, mask in batch.singles:
             keys, values = self._gather(pages)
-            # The query heads that read one KV head stand where a prompt's tokens would.
-            mixed[places] = functional.scaled_dot_product_attention(q[places], keys, values, mask)
-        for rows, pages, mask in batch.chunks:
-            keys, values = (part[0, :, None] for part in self._gather(pages[None]))
+            # The query heads of one KV head take the place of a prompt's tokens.
+            mixed[rows] = functional.scaled_dot_product_attention(q[rows], keys, values, mask)
+        for chunk in batch.chunks:
+            keys, values = (part[0, :, None] for part in self._gather(chunk.pages[None]))
             shape = (-1, q.shape[2], -1, -1)
+            queries = q[chunk.rows].permute(1, 2, 0, 3)
             part = functional.scaled_dot_product_attention(
-                q[rows].permute(1, 2, 0, 3), keys.expand(shape), values.expand(shape), mask
+                queries, keys.expand(shape), values.expand(shape), chunk.mask
             )
-            mixed[rows] = part.permute(2, 0, 1, 3)
+            mixed[chunk.rows] = part.permute(2, 0, 1, 3)
         return mixed
 
     def _gather(self, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of several page tables, until the next call.
-
-        Each is [tables, KV heads, tokens, dim].
-        """
+        """Return keys and values, [page tables, KV heads, tokens, dim], until the next call."""
         both = self._scratch.take((2, pages.numel(), *self._keys.shape[1:]))
         for pool, part in zip((self._keys, self._values), both, strict=True):
             torch.index_select(pool, 0, pages.flatten(), out=part)
@@ -117,6 +147,24 @@ class Attention:
         return keys, values
 
 
+class Mlp:
+    """The gated feed-forward part, for the channels of this rank."""
+
+    def __init__(self, build: Build, layer: int) -> None:
+        weights, channels = build.weights, build.shard.channels
+        prefix = f"model.layers.{layer}.mlp"
+        self._up = weights.stacked(
+            [(f"{prefix}.{name}_proj.weight", channels) for name in ("gate", "up")]
+        )
+        self._down = weights.columns(f"{prefix}.down_proj.weight", channels)
+        self._comm = build.comm
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the sum over all ranks' channels."""
+        gate, up = functional.linear(hidden, self._up).chunk(2, dim=-1)
+        return self._comm.total(functional.linear(functional.silu(gate) * up, self._down))
+
+
 def scaled(span: Span, by: int) -> Span:
-    """The elements of a span of heads."""
+    """Return the elements of a span of heads."""
     return Span(span.first * by, span.end * by)

@@ -8,34 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvferry.reference.models.compute.attention import Attention, Rotary
-from kvferry.reference.models.compute.batch import StepBatch
-from kvferry.reference.models.compute.build import Build
-from kvferry.reference.models.compute.linear_attention import LinearAttention
-from kvferry.reference.models.compute.shard import even_share
+from kvferry.reference.models.batch import StepBatch
 from kvferry.reference.models.config import LINEAR
-
-
-class Mlp:
-    """The gated feed-forward part, for the channels of this rank."""
-
-    def __init__(self, build: Build, layer: int) -> None:
-        weights, channels = build.weights, build.shard.channels
-        prefix = f"model.layers.{layer}.mlp"
-        self._up = weights.stacked(
-            [(f"{prefix}.{name}_proj.weight", channels) for name in ("gate", "up")]
-        )
-        self._down = weights.columns(f"{prefix}.down_proj.weight", channels)
-        self._comm = build.comm
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Sum over all ranks' channels."""
-        gate, up = functional.linear(hidden, self._up).chunk(2, dim=-1)
-        return self._comm.total(functional.linear(functional.silu(gate) * up, self._down))
+from kvferry.reference.models.layers import Attention, Build, Mlp, Rotary
+from kvferry.reference.models.linear_attention import LinearAttention
+from kvferry.reference.models.shard import even_share
 
 
 class Layer:
-    """A mixer (attention, or linear attention) and an MLP, each behind a norm."""
+    """A mixer (attention or linear attention) and an MLP, each behind a norm."""
 
     def __init__(self, build: Build, layer: int) -> None:
         prefix = f"model.layers.{layer}"
@@ -49,7 +30,7 @@ class Layer:
         self._mlp = Mlp(build, layer)
 
     def __call__(self, hidden: Tensor, batch: StepBatch, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """One layer on the residual stream."""
+        """Add one layer to the residual stream."""
         normed = functional.rms_norm(hidden, hidden.shape[-1:], self._norms[0], self._eps)
         if isinstance(self._mixer, Attention):
             hidden = hidden + self._mixer(normed, batch, rotary)
@@ -60,7 +41,7 @@ class Layer:
 
 
 class Decoder:
-    """One rank's stage: ``forward`` gives logits on the lead rank and None elsewhere."""
+    """One rank's stage of the model."""
 
     def __init__(self, build: Build) -> None:
         config, shard, weights, _, comm, _ = build
@@ -87,10 +68,9 @@ class Decoder:
     def forward(
         self, batch: StepBatch, computed: Callable[[int], None] = lambda layer: None
     ) -> Tensor | None:
-        """Logits of the wanted tokens, [wanted, vocab].
+        """Return logits of the wanted rows, [wanted, vocab], on the lead rank; None elsewhere.
 
-        ``computed`` hears of each layer whose entries are in the cache; on a GPU, when its
-        work is queued.
+        Call ``computed`` for each layer whose entries are in the cache (on a GPU: are queued).
         """
         hidden = self._embed(batch) if self._shard.is_first else self._take_over(batch)
         rotary = self._rotary(batch.positions)
@@ -103,7 +83,7 @@ class Decoder:
         return self._logits(hidden[batch.wanted]) if len(batch.wanted) else None
 
     def _embed(self, batch: StepBatch) -> Tensor:
-        """Each rank knows some of the vocabulary and adds zeros for the rest."""
+        """Sum the embeddings over the ranks, each of which has some of the vocabulary."""
         vocab = self._shard.vocab
         local = batch.tokens - vocab.first
         foreign = (local < 0) | (local >= len(vocab))
