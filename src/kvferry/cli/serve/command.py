@@ -9,14 +9,7 @@ import msgspec
 
 from kvferry.cli.parsing import Parser
 from kvferry.cli.serve.flags import (
-    add_cluster_flags,
-    add_device,
-    add_key_and_json,
-    add_listening,
-    add_model,
-    add_print_config,
-    add_routing,
-    add_transport,
+    add_flags,
     cluster_of,
     demand_own,
     discovery_of,
@@ -24,7 +17,6 @@ from kvferry.cli.serve.flags import (
     worker_of,
 )
 from kvferry.errors import InputError, Refused, TransportError
-from kvferry.router.options import EngineName
 
 EXAMPLE = """example:
   kvferry serve                                        prefill TP3, decode TP1, router on port 8000
@@ -42,6 +34,8 @@ several hosts, each with the same key file (kvferry key cluster.key):
       --transport nixl --key cluster.key
   kvferry serve router --host 0.0.0.0 --discovery http://10.0.0.1:7077 --key cluster.key
 """
+MODEL = ("model", "tiny", "transport", "device")
+COMMON = ("config", "key", "json", "print-config")
 READERS = {"discovery": discovery_of, "worker": worker_of, "router": router_of}
 
 
@@ -54,19 +48,36 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
         "a cluster. Ctrl-C or SIGTERM stops it.",
         epilog=EXAMPLE,
     )
-    add_cluster_flags(parser, config=True)
-    add_print_config(parser)
+    routing = "policy", "on-failure", "deadline", "host", "port"
+    sides = "prefill", "decode"
+    add_flags(parser, "config", *MODEL, *sides, *routing, "key", "json", "print-config")
     parser.set_defaults(run=run_all)
     parts = parser.add_subparsers(
         title="parts", metavar="PART", required=False, parser_class=Parser
     )
-    discovery = _part(parts, "discovery", "register and find instances")
-    add_listening(discovery, "7077")
-    add_key_and_json(discovery)
+    discovery = _part(parts, "discovery", "register and find instances (port 7077)")
+    add_flags(discovery, "host", "port", *COMMON)
     discovery.set_defaults(kind="discovery")
-    _add_worker(parts, "prefill", "compute prompts and send their cache")
-    _add_worker(parts, "decode", "receive the cache of prompts and answer")
-    _add_router(parts)
+    for name, what in (
+        ("prefill", "compute prompts and send their cache"),
+        ("decode", "receive the cache of prompts and answer"),
+    ):
+        worker = _part(parts, name, what)
+        add_flags(worker, "name", "layout", "discovery", *MODEL)
+        add_flags(worker, "host", "port", "advertise", *COMMON)
+        worker.set_defaults(kind="worker", part=name, name=None, layout=None)
+        worker.set_defaults(discovery=None, advertise=None)
+    router = _part(parts, "router", "take requests and pair workers (port 8000)")
+    add_flags(router, "discovery", "engine", *routing, *COMMON)
+    for name in sides:
+        router.add_argument(
+            f"--{name}-url",
+            action="append",
+            metavar="URL",
+            help=f"an additional {name} worker; may be repeated; NAME=URL for vLLM and SGLang",
+        )
+    router.set_defaults(kind="router", discovery=None, prefill_url=None, decode_url=None)
+    router.set_defaults(engine=None)
 
 
 def _part(parts: argparse._SubParsersAction[Any], name: str, what: str) -> Parser:
@@ -79,52 +90,15 @@ def _part(parts: argparse._SubParsersAction[Any], name: str, what: str) -> Parse
         epilog=EXAMPLE,
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument("--config", metavar="FILE", help="the cluster's TOML file, for all flags")
-    add_print_config(parser)
     parser.set_defaults(run=run_part)
     return parser
-
-
-def _add_worker(parts: argparse._SubParsersAction[Any], name: str, what: str) -> None:
-    parser = _part(parts, name, what)
-    parser.add_argument("--name", help=f"unique in the cluster ({name}-0)")
-    parser.add_argument("--layout", metavar="SIDE", help="as in tp=3,page=16 (tp=1)")
-    parser.add_argument("--discovery", metavar="URL", help="where to register")
-    add_model(parser)
-    add_transport(parser)
-    add_device(parser)
-    add_listening(parser, "0")
-    parser.add_argument("--advertise", metavar="HOST", help="where others reach it, if not --host")
-    add_key_and_json(parser)
-    parser.set_defaults(kind="worker", part=name, name=None, layout=None)
-    parser.set_defaults(discovery=None, advertise=None)
-
-
-def _add_router(parts: argparse._SubParsersAction[Any]) -> None:
-    parser = _part(parts, "router", "take requests and pair workers")
-    parser.add_argument("--discovery", metavar="URL", help="where to find workers")
-    for name in ("prefill", "decode"):
-        parser.add_argument(
-            f"--{name}-url",
-            action="append",
-            metavar="URL",
-            help=f"an additional {name} worker; may be repeated; NAME=URL for vLLM and SGLang",
-        )
-    parser.add_argument(
-        "--engine", choices=list(map(str, EngineName)), help="what the workers run (kvferry)"
-    )
-    add_routing(parser)
-    add_listening(parser, "8000")
-    add_key_and_json(parser)
-    parser.set_defaults(kind="router", discovery=None, prefill_url=None, decode_url=None)
-    parser.set_defaults(engine=None)
 
 
 def run_all(args: argparse.Namespace) -> int:
     """Start all parts, print where the API is, and supervise them until a signal comes."""
     cluster = cluster_of(args)
     if args.print_config:
-        return _print_config(msgspec.to_builtins(cluster))
+        return _print_config(msgspec.to_builtins(cluster), args.json)
     from kvferry.reference.cluster.description import check  # noqa: PLC0415
     from kvferry.reference.cluster.launch import ClusterLaunch  # noqa: PLC0415
     from kvferry.reference.cluster.process import stop_signals  # noqa: PLC0415
@@ -157,7 +131,7 @@ def run_part(args: argparse.Namespace) -> int:
     demand_own(args)
     options = READERS[args.kind](args)
     if args.print_config:
-        return _print_config(options)
+        return _print_config(options, args.json)
     name = options.get("name", args.kind)
     kind = process.PartKind(args.kind)
     _log(name, "INFO", 0 if kind is process.PartKind.WORKER else None)
@@ -170,8 +144,9 @@ def run_part(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_config(options: dict[str, Any]) -> int:
-    print(msgspec.json.format(msgspec.json.encode(options)).decode())
+def _print_config(options: dict[str, Any], as_json: bool) -> int:
+    document = msgspec.json.encode(options)
+    print((document if as_json else msgspec.json.format(document)).decode())
     return 0
 
 

@@ -40,86 +40,61 @@ FOREIGN = {
 }
 
 
-def add_cluster_flags(parser: argparse.ArgumentParser, *, config: bool = False) -> None:
-    """Add the flags that describe a whole cluster."""
-    if config:
-        parser.add_argument("--config", metavar="FILE", help="a TOML file instead of the flags")
-    add_model(parser)
-    for name, default in (("prefill", PREFILL), ("decode", DECODE)):
-        parser.add_argument(
-            f"--{name}",
-            metavar="SIDE",
-            help=f"tp, pp, page, order, dtype, and dp for the number of instances ({default})",
-        )
-    add_transport(parser)
-    add_device(parser)
-    add_routing(parser)
-    add_listening(parser, "8000")
-    add_key_and_json(parser)
+FLAGS: dict[str, dict[str, Any]] = {
+    "config": {"metavar": "FILE", "help": "the cluster's TOML file, instead of the other flags"},
+    "model": {
+        "metavar": "PATH",
+        "help": "a Hugging Face folder of the Llama or Qwen3 family (SmolLM2-135M-Instruct)",
+    },
+    "tiny": {
+        "action": "store_const",
+        "const": True,
+        "help": "a small random model, whose answers are nonsense",
+    },
+    "prefill": {
+        "metavar": "SIDE",
+        "help": f"tp, pp, page, order, dtype, and dp for the number of instances ({PREFILL})",
+    },
+    "decode": {"metavar": "SIDE", "help": f"the same for decode ({DECODE})"},
+    "transport": {
+        "metavar": "NAME",
+        "help": "auto: the best for each pair of workers; or shm, cuda, nixl, mooncake, or several "
+        "as in shm,nixl (auto)",
+    },
+    "device": {"metavar": "NAME", "help": "cpu, or cuda with one GPU for each rank (cpu)"},
+    "policy": {"choices": list(BalancePolicy), "help": "how workers are chosen"},
+    "on-failure": {
+        "choices": list(OnFailure),
+        "help": "if a transfer fails: ask another prefill worker, let decode compute the prompt "
+        "(default), or answer with the reason",
+    },
+    "deadline": {"metavar": "S", "help": "seconds for a whole request (600)"},
+    "host": {"help": "where to listen (127.0.0.1)"},
+    "port": {"metavar": "N", "help": "0 for any"},
+    "key": {"metavar": "FILE", "help": "the cluster key (KVFERRY_KEY_FILE, or none)"},
+    "json": {"action": "store_true", "help": "print one JSON document"},
+    "print-config": {
+        "action": "store_const",
+        "const": True,
+        "help": "print the resulting configuration as JSON, and start nothing",
+    },
+    "name": {"help": "the worker's name, unique in the cluster (prefill-0, decode-0)"},
+    "layout": {"metavar": "SIDE", "help": "as in tp=3,page=16 (tp=1)"},
+    "discovery": {"metavar": "URL", "help": "where workers register and are found"},
+    "advertise": {"metavar": "HOST", "help": "where others reach it, if not --host"},
+    "engine": {"choices": list(map(str, EngineName)), "help": "what the workers run (kvferry)"},
+}
+
+
+def add_flags(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Add some of the flags above."""
+    for name in names:
+        parser.add_argument(f"--{name}", **FLAGS[name])
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the flags that choose a model."""
-    parser.add_argument(
-        "--model",
-        metavar="PATH",
-        help="a Hugging Face folder of the Llama or Qwen3 family (SmolLM2-135M-Instruct)",
-    )
-    parser.add_argument(
-        "--tiny",
-        action="store_const",
-        const=True,
-        help="a small random model, whose answers are nonsense",
-    )
-
-
-def add_transport(parser: argparse.ArgumentParser) -> None:
-    """Add ``--transport``."""
-    parser.add_argument(
-        "--transport",
-        metavar="NAME",
-        help="auto: the best for each pair of workers; or shm, cuda, nixl, mooncake, or several "
-        "as in shm,nixl (auto)",
-    )
-
-
-def add_device(parser: argparse.ArgumentParser) -> None:
-    """Add ``--device``."""
-    parser.add_argument("--device", metavar="NAME", help="cpu, or cuda with a GPU a rank (cpu)")
-
-
-def add_routing(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that balance requests and handle failures."""
-    parser.add_argument("--policy", choices=list(BalancePolicy), help="how workers are chosen")
-    parser.add_argument(
-        "--on-failure",
-        choices=list(OnFailure),
-        help="if a transfer fails: ask another prefill worker, let decode compute the prompt "
-        "(default), or answer with the reason",
-    )
-    parser.add_argument("--deadline", metavar="S", help="seconds for a whole request (600)")
-
-
-def add_listening(parser: argparse.ArgumentParser, port: str) -> None:
-    """Add ``--host`` and ``--port``."""
-    parser.add_argument("--host", help="where to listen (127.0.0.1)")
-    parser.add_argument("--port", metavar="N", help=f"0 for any ({port})")
-
-
-def add_key_and_json(parser: argparse.ArgumentParser) -> None:
-    """Add ``--key`` and ``--json``."""
-    parser.add_argument("--key", metavar="FILE", help="the cluster key (KVFERRY_KEY_FILE, or none)")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-
-
-def add_print_config(parser: argparse.ArgumentParser) -> None:
-    """Add ``--print-config``."""
-    parser.add_argument(
-        "--print-config",
-        action="store_const",
-        const=True,
-        help="print the resulting configuration as JSON, and start nothing",
-    )
+    add_flags(parser, "model", "tiny")
 
 
 # ---------------------------------------------------------------- reading
