@@ -2,7 +2,7 @@
 
 The engine runs two published families, Llama and dense Qwen3, and a hybrid of its own with
 gated linear-attention layers between attention layers. It refuses a configuration that it
-would compute wrongly (another activation, biases, other rotary scaling, a sliding window).
+would compute wrongly (another activation, biases, rotary scaling, a sliding window).
 The layout is the single source of truth: the layers and KV heads that a rank computes
 (``shard.py``) and its cache memory follow from it. Imports no torch.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-from msgspec.structs import replace
 
 from kvferry import (
     CacheSpec,
@@ -39,15 +38,6 @@ STATE = "state"
 FAMILIES = ("llama", "qwen3", HYBRID)
 
 
-class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
-    """Rotary scaling of Llama 3."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
 class LinearConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of the hybrid's gated linear-attention layers."""
 
@@ -71,7 +61,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     norm_eps: float
     rope_theta: float
-    rope_scaling: RopeScaling | None = None
     tied: bool = False
     linear: LinearConfig | None = None
     end_tokens: tuple[int, ...] = ()
@@ -92,12 +81,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def load(folder: Path) -> ModelConfig:
-        """Read ``config.json`` and the end tokens of ``generation_config.json``."""
-        config = _checked(config_as(folder, _RawConfig))
-        path = folder / "generation_config.json"
-        chat = config_as(path, _GenerationConfig) if path.is_file() else _GenerationConfig()
-        tokens = config.end_tokens + _end_tokens(chat.eos_token_id)
-        return replace(config, end_tokens=tuple(dict.fromkeys(tokens)))
+        """Read ``config.json``."""
+        return _checked(config_as(folder, _RawConfig))
 
 
 class _RawConfig(msgspec.Struct, kw_only=True):
@@ -129,10 +114,6 @@ class _RawConfig(msgspec.Struct, kw_only=True):
     linear_conv_kernel_dim: int = 0
 
 
-class _GenerationConfig(msgspec.Struct):
-    eos_token_id: int | list[int] | None = None
-
-
 def _checked(raw: _RawConfig) -> ModelConfig:
     heads = raw.num_attention_heads
     kv_heads = raw.num_key_value_heads or heads
@@ -149,7 +130,12 @@ def _checked(raw: _RawConfig) -> ModelConfig:
         len(layer_types) == raw.num_hidden_layers,
         f"it lists {len(layer_types)} layers and says it has {raw.num_hidden_layers}",
     )
-    theta, scaling = _rope(raw)
+    # Newer configurations keep the rotation in ``rope_parameters``.
+    rope: dict[str, object] = {"rope_theta": raw.rope_theta} if raw.rope_theta else {}
+    rope |= {**(raw.rope_scaling or {}), **(raw.rope_parameters or {})}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    _demand(kind == "default", f"its rotary scaling is {kind!r}")
+    ids = raw.eos_token_id
     return ModelConfig(
         family=raw.model_type,
         vocab=raw.vocab_size,
@@ -161,11 +147,10 @@ def _checked(raw: _RawConfig) -> ModelConfig:
         layer_types=layer_types,
         max_tokens=raw.max_position_embeddings,
         norm_eps=raw.rms_norm_eps,
-        rope_theta=theta,
-        rope_scaling=scaling,
+        rope_theta=float(str(rope.get("rope_theta", 10000.0))),
         tied=raw.tie_word_embeddings,
         linear=_linear(raw) if is_hybrid else None,
-        end_tokens=_end_tokens(raw.eos_token_id),
+        end_tokens=() if ids is None else (ids,) if isinstance(ids, int) else tuple(ids),
     )
 
 
@@ -175,21 +160,6 @@ def _demand(fits: bool, what: str) -> None:
             ReasonCode.BAD_CONFIG,
             f"this engine can't run the model: {what}; use a plain Llama or dense Qwen3 model",
         )
-
-
-def _rope(raw: _RawConfig) -> tuple[float, RopeScaling | None]:
-    """Return base and scaling from the old fields or the newer ``rope_parameters``."""
-    fields = {**(raw.rope_scaling or {}), **(raw.rope_parameters or {})}
-    base = fields.get("rope_theta", raw.rope_theta)
-    theta = float(base) if isinstance(base, int | float) else 10000.0
-    kind = fields.get("rope_type", fields.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    _demand(kind == "llama3", f"its rotary scaling is {kind!r}")
-    try:
-        return theta, msgspec.convert(fields, RopeScaling)
-    except msgspec.ValidationError as error:
-        raise InputError(f"config.json has a bad rope_scaling ({error}); correct it") from None
 
 
 def _linear(raw: _RawConfig) -> LinearConfig:
@@ -202,12 +172,6 @@ def _linear(raw: _RawConfig) -> LinearConfig:
     sizes = (linear.heads, linear.key_dim, linear.value_dim, linear.kernel - 1)
     _demand(min(sizes) >= 1, "a size of its linear-attention layers is missing")
     return linear
-
-
-def _end_tokens(ids: int | list[int] | None) -> tuple[int, ...]:
-    if ids is None:
-        return ()
-    return (ids,) if isinstance(ids, int) else tuple(ids)
 
 
 # ---------------------------------------------------------------- its cache

@@ -13,7 +13,7 @@ from torch.nn import functional
 from kvferry import Span
 from kvferry.reference.engine.cache import RankCache
 from kvferry.reference.models.batch import StepBatch
-from kvferry.reference.models.config import KV, ModelConfig, RopeScaling
+from kvferry.reference.models.config import KV, ModelConfig
 from kvferry.reference.models.shard import Shard
 from kvferry.reference.models.weights import Weights
 from kvferry.reference.ranks.collectives import Comm
@@ -52,10 +52,7 @@ class Rotary:
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         steps = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        frequencies = 1.0 / config.rope_theta**steps
-        if config.rope_scaling is not None:
-            frequencies = _stretched(frequencies, config.rope_scaling)
-        self._frequencies = frequencies.to(device)
+        self._frequencies = (1.0 / config.rope_theta**steps).to(device)
         self._dtype = dtype
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,14 +60,6 @@ class Rotary:
         angles = positions[:, None].float() * self._frequencies
         both = torch.cat([angles, angles], dim=-1)[:, None]
         return both.cos().to(self._dtype), both.sin().to(self._dtype)
-
-
-def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Slow down slow rotations as Llama 3 does; keep fast ones, and blend those between."""
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
 def rotate(heads: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:

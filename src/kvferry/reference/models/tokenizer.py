@@ -19,8 +19,8 @@ class TokenizerSettings(msgspec.Struct):
     """The fields of ``tokenizer_config.json`` that are used."""
 
     chat_template: object = None
-    bos_token: object = None
-    eos_token: object = None
+    bos_token: object = ""
+    eos_token: object = ""
 
 
 class Tokenizer:
@@ -59,8 +59,8 @@ class Tokenizer:
             text = self._template.render(
                 messages=messages,
                 add_generation_prompt=True,
-                bos_token=_token(self._settings.bos_token),
-                eos_token=_token(self._settings.eos_token),
+                bos_token=self._settings.bos_token,
+                eos_token=self._settings.eos_token,
             )
         except (TemplateError, TypeError) as error:
             raise InputError(f"the model's chat template refuses this: {error}") from None
@@ -86,17 +86,7 @@ def _settings(folder: Path) -> TokenizerSettings:
         settings = msgspec.json.decode(path.read_bytes(), type=TokenizerSettings)
     except msgspec.DecodeError as error:
         raise InputError(f"{path} can't be read ({error}); download it again") from None
-    template = folder / "chat_template.jinja"
-    if template.is_file():
-        settings.chat_template = template.read_text(encoding="utf-8")
     return settings
-
-
-def _token(value: object) -> str:
-    """Return a special token, given as its text or as an object with its text."""
-    if isinstance(value, Mapping):
-        value = value.get("content")
-    return value if isinstance(value, str) else ""
 
 
 def _refuse(message: str) -> NoReturn:

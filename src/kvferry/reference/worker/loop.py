@@ -37,7 +37,7 @@ from kvferry.reference.ranks.processes import RankBroke, RankLost
 from kvferry.reference.transfer.extensions import RoomExtension
 from kvferry.reference.transfer.messages import ReleasedNote, decode_note, take_note
 from kvferry.reference.worker.jobs import AnswerPiece, JobFailed, RoomEnd, ServeJob, Trouble
-from kvferry.reference.worker.rooms import DecodeRooms, EngineRooms, PrefillRooms, RoomEnds
+from kvferry.reference.worker.rooms import DecodeRooms, PrefillRooms, RoomEnds
 
 log = logging.getLogger(__name__)
 
@@ -81,9 +81,8 @@ class RunningJobs:
         # Each rank's last report of the bytes it has sent by mode, and of its links.
         self._carried: dict[int, dict[str, int]] = {}
         self._links: dict[int, dict[str, str]] = {}
-        self._rooms: EngineRooms = (
-            PrefillRooms(engine) if role is EngineRole.PREFILL else DecodeRooms(engine)
-        )
+        is_prefill = role is EngineRole.PREFILL
+        self._rooms = PrefillRooms(engine) if is_prefill else DecodeRooms(engine)
         self._ends = ends
         self._pause_s = MIN_PAUSE_S
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from concurrent.futures import Future
 
@@ -74,8 +73,8 @@ class RoomEnds:
         return end
 
 
-class EngineRooms(ABC):
-    """One side of transfers."""
+class EngineRooms:
+    """What both sides of transfers have in common; each ignores the events it does not need."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -90,23 +89,12 @@ class EngineRooms(ABC):
     def _new_agreement(self) -> RankAgreement:
         return RankAgreement(self._engine.layout.num_ranks)
 
-    @abstractmethod
     def begin(self, job: ServeJob) -> None:
         """Handle a job with a ticket that the engine has queued."""
 
-    @abstractmethod
     def admitted(self, job: ServeJob, admitted: Admitted) -> None:
         """Handle a job that has its pages."""
 
-    @abstractmethod
-    def settle(self, job: ServeJob) -> None:
-        """React to a rank's note."""
-
-    @abstractmethod
-    def stop(self, job: ServeJob) -> None:
-        """Stop a job whose answer nobody waits for."""
-
-    @abstractmethod
     def expire(self, job: ServeJob) -> None:
         """Handle the deadline of a transfer, which may not have begun."""
 
@@ -132,9 +120,6 @@ class PrefillRooms(EngineRooms):
             traceparent=job.traceparent,
         )
         self._engine.post(encode(opened))
-
-    def admitted(self, job: ServeJob, admitted: Admitted) -> None:
-        """Do nothing: ranks push what they see computed."""
 
     def produced(self, job: ServeJob, produced: Produced) -> None:
         """Answer with the first token; the transfer goes on without the job's caller."""
@@ -164,15 +149,9 @@ class PrefillRooms(EngineRooms):
         self._engine.cancel(job.id)
         self._abort(job)
 
-    def expire(self, job: ServeJob) -> None:
-        """Do nothing: the endpoints watch the deadline."""
-
 
 class DecodeRooms(EngineRooms):
     """Rooms of prompts that are computed elsewhere and continued here."""
-
-    def begin(self, job: ServeJob) -> None:
-        """Do nothing: there are no pages to offer yet."""
 
     def admitted(self, job: ServeJob, admitted: Admitted) -> None:
         """Offer the pages to the prefill instance."""
