@@ -96,7 +96,7 @@ def alone(folders: dict[TinyKind, Path]) -> Alone:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_gpu_says_what_a_cpu_says(folders: dict[TinyKind, Path], kind: TinyKind) -> None:
+def test_a_gpu_computes_what_a_cpu_computes(folders: dict[TinyKind, Path], kind: TinyKind) -> None:
     with engine_of(folders[kind]) as engine:
         right = ask(engine, requests())
     with engine_of(folders[kind], device="cuda") as engine:

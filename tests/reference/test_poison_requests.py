@@ -22,7 +22,7 @@ from kvferry.reference.engine.requests import StepPlan
 from kvferry.reference.models.tiny import TinyKind
 from kvferry.reference.ranks.rank import MakeExtension
 from kvferry.reference.transfer.extensions import DecodeExtension, PrefillExtension
-from kvferry.reference.worker.instance import InstanceOptions, WorkerRole, extension_for
+from kvferry.reference.worker.instance import InstanceOptions, InstanceRole, extension_for
 from kvferry.router.options import OnFailure, RouterOptions
 from kvferry.router.serving import serving
 
@@ -54,7 +54,7 @@ class BreakingDecode(DecodeExtension):
 def breaking(options: InstanceOptions) -> MakeExtension:
     made = extension_for(options)
     assert isinstance(made, partial)
-    kind = BreakingPrefill if options.role is WorkerRole.PREFILL else BreakingDecode
+    kind = BreakingPrefill if options.role is InstanceRole.PREFILL else BreakingDecode
     return partial(kind, *made.args)
 
 
@@ -134,7 +134,9 @@ def test_a_request_that_broke_one_worker_is_not_tried_on_another(
         {"temperature": 3},
     ],
 )
-def test_sampling_parameters_end_no_worker(workers: list[Worker], fields: dict[str, float]) -> None:
+def test_extreme_sampling_parameters_do_not_end_a_worker(
+    workers: list[Worker], fields: dict[str, float]
+) -> None:
     given = router_for(workers)
 
     async def attack(caller: Caller) -> None:

@@ -152,7 +152,7 @@ def _decoded(data: bytes, kind: type[B], serving: Serving) -> B:
         found = _AT.search(str(error))
         raise invalid(str(error), found.group(1) or None if found else None) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid(f"the body is no JSON that can be read: {error}") from None
+        raise invalid(f"the body is not valid JSON: {error}") from None
     if body.model != serving.model:
         raise ApiError(
             404,

@@ -14,7 +14,7 @@ from kvferry import Span
 from kvferry.reference.engine.cache import RankCache
 from kvferry.reference.models.batch import StepBatch
 from kvferry.reference.models.config import KV, ModelConfig
-from kvferry.reference.models.shard import Shard
+from kvferry.reference.models.shard import ModelShard
 from kvferry.reference.models.weights import Weights
 from kvferry.reference.ranks.collectives import Comm
 
@@ -40,7 +40,7 @@ class Build(NamedTuple):
     """What the modules of a rank are built from."""
 
     config: ModelConfig
-    shard: Shard
+    shard: ModelShard
     weights: Weights
     cache: RankCache
     comm: Comm

@@ -13,7 +13,7 @@ from kvferry import Layout, Parallel, Span
 from kvferry.reference.models.config import ModelConfig
 
 
-class Shard(NamedTuple):
+class ModelShard(NamedTuple):
     """Spans of layers, heads, channels and vocabulary that one rank computes."""
 
     rank: int
@@ -53,14 +53,14 @@ def even_share(total: int, parts: int, part: int) -> Span:
     return Span(first, first + base + (part < extra))
 
 
-def shard_of(config: ModelConfig, layout: Layout, rank: int) -> Shard:
+def shard_of(config: ModelConfig, layout: Layout, rank: int) -> ModelShard:
     """Return one rank's share."""
     parallel = layout.sharding
     assert isinstance(parallel, Parallel)
     tp_rank = rank % parallel.tp
     kv_heads = parallel.unit_span(config.kv_heads, tp_rank)
     linear = config.linear
-    return Shard(
+    return ModelShard(
         rank=rank,
         parallel=parallel,
         # Every layer keeps something, so any holding spans the whole stage.

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvferry import InputError
-from kvferry.reference.models.shard import Shard
+from kvferry.reference.models.shard import ModelShard
 
 _TIME = struct.Struct("@ll")
 
@@ -41,7 +41,7 @@ class RankLinks(NamedTuple):
 class Comm:
     """Collectives of a rank without peers, and the interface of the others."""
 
-    def __init__(self, shard: Shard) -> None:
+    def __init__(self, shard: ModelShard) -> None:
         self._shard = shard
         self.tp = shard.parallel.tp
         self._first = shard.rank - shard.tp_rank
@@ -72,7 +72,7 @@ class HostComm(Comm):
     back. With fewer cores than ranks this needs fewer context switches than a ring.
     """
 
-    def __init__(self, shard: Shard, sockets: RankSockets) -> None:
+    def __init__(self, shard: ModelShard, sockets: RankSockets) -> None:
         super().__init__(shard)
         self._sockets = sockets
         self._others = range(self._first + 1, self._first + self.tp)
@@ -128,7 +128,7 @@ def _bytes_of(tensor: Tensor) -> NDArray[uint8]:
 class GpuComm(Comm):
     """Collectives of ranks that have a GPU each."""
 
-    def __init__(self, shard: Shard, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, shard: ModelShard, group: dist.ProcessGroup | None) -> None:
         super().__init__(shard)
         self._group = group
 
@@ -167,7 +167,7 @@ class GpuComm(Comm):
             dist.destroy_process_group()
 
 
-def connect(shard: Shard, device: torch.device, links: RankLinks, lost_s: float) -> Comm:
+def connect(shard: ModelShard, device: torch.device, links: RankLinks, lost_s: float) -> Comm:
     """Return the collectives of a rank; on GPUs every rank calls this at the same time."""
     parallel = shard.parallel
     if parallel.num_ranks == 1:

@@ -64,7 +64,7 @@ SHUTDOWN_S = 2.0
 FILES_EACH = 2
 
 
-class WorkerRole(StrEnum):
+class InstanceRole(StrEnum):
     """Which half of a request a worker computes; without a room, either computes both."""
 
     PREFILL = "prefill"
@@ -81,7 +81,7 @@ class InstanceOptions(msgspec.Struct, frozen=True, kw_only=True):
     worker pushes at a time.
     """
 
-    role: WorkerRole
+    role: InstanceRole
     name: str
     folder: str
     model: str = ""
@@ -125,7 +125,7 @@ class InstanceOptions(msgspec.Struct, frozen=True, kw_only=True):
         address = resolve_ip(host)
         if ipaddress.ip_address(address).is_unspecified:
             raise InputError(
-                f"{host} says nothing to others; give the address that they reach this by"
+                f"others cannot reach {host}; give an address that they can, with --advertise"
             )
         return address
 
@@ -145,7 +145,7 @@ def extension_for(options: InstanceOptions, url: str = "", life: str = "") -> Ma
         layers=options.layers,
         config=msgspec.structs.replace(options.endpoint, host=options.reached_at),
     )
-    kind = PrefillExtension if options.role is WorkerRole.PREFILL else DecodeExtension
+    kind = PrefillExtension if options.role is InstanceRole.PREFILL else DecodeExtension
     return partial(kind, settings)
 
 
@@ -162,7 +162,7 @@ class EngineInstance:
         self._listener = bound(address, options.port)
         self.url = http_url(reached_at, self._listener)
         self._extend = extend
-        role = EngineRole.PREFILL if options.role is WorkerRole.PREFILL else EngineRole.DECODE
+        role = EngineRole.PREFILL if options.role is InstanceRole.PREFILL else EngineRole.DECODE
         self.loop = EngineLoop(self._make_engine, role)
         self._role = EngineRole.WHOLE if options.discovery is None else role
         self._client: DiscoveryClient | None = None

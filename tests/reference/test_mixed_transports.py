@@ -32,7 +32,7 @@ def obstacle() -> str | None:
     return f"no virtual cables here: {made.stderr.decode()}" if made.returncode else missing()
 
 
-def test_each_prefill_is_reached_by_what_suits_it(
+def test_each_prefill_worker_is_reached_by_its_best_transport(
     models: dict[TinyKind, Path], tmp_path: Path
 ) -> None:
     why = obstacle()

@@ -162,7 +162,9 @@ def demand_right(results: list[tuple[int, Any]], expected: list[list[int]]) -> N
     assert [tokens(document) for _, document in results] == expected
 
 
-def test_all_is_well(cluster: Running, request: pytest.FixtureRequest) -> None:
+def test_all_answers_equal_those_of_one_process(
+    cluster: Running, request: pytest.FixtureRequest
+) -> None:
     results = Asking(cluster, "fail").results()
     assert all(document["kvferry"]["source"] == "transferred" for _, document in results)
     demand_right(results, request.getfixturevalue("expected"))
@@ -173,7 +175,7 @@ def test_a_prefill_worker_dies_in_the_middle(cluster: Running, expected: list[li
     demand_right(Asking(cluster, "fail").results(), expected)
 
 
-def test_each_caller_gets_what_it_asked_for(cluster: Running, expected: list[list[int]]) -> None:
+def test_local_and_fail_policies_side_by_side(cluster: Running, expected: list[list[int]]) -> None:
     """Half of them would rather have a reason than an answer that took a detour."""
     results = kill_while_busy(cluster, "prefill-1", "local", "fail")
     demand_right(results[::2], expected[::2])
@@ -190,7 +192,9 @@ def test_a_decode_worker_dies_in_the_middle(cluster: Running, expected: list[lis
     demand_right(Asking(cluster, "fail").results(), expected)
 
 
-def test_the_discovery_dies(cluster: Running, expected: list[list[int]]) -> None:
+def test_the_discovery_service_dies_in_the_middle(
+    cluster: Running, expected: list[list[int]]
+) -> None:
     meet(cluster)
     child = cluster["discovery"]
     end(child, signal.SIGKILL)
@@ -306,7 +310,7 @@ def test_a_seed_repeats_an_answer(client: openai.OpenAI) -> None:
     assert len({sample(None) for _ in range(3)}) > 1
 
 
-def test_errors_are_those_that_the_client_knows(client: openai.OpenAI) -> None:
+def test_router_errors_have_the_types_of_the_openai_client(client: openai.OpenAI) -> None:
     def complete(**fields: object) -> object:
         body = {"model": NAME, "prompt": PROMPT, "max_tokens": 4} | fields
         return client.completions.create(**body)  # type: ignore[call-overload]  # wrong on purpose

@@ -33,7 +33,7 @@ def many(number: int) -> list[EngineRequest]:
 
 
 @pytest.mark.parametrize("kind", TinyKind)
-def test_eight_at_once_are_eight_one_by_one(models: Models, kind: TinyKind) -> None:
+def test_a_batch_of_eight_equals_eight_single_requests(models: Models, kind: TinyKind) -> None:
     with engine_of(models[kind], prefix_cache=False) as engine:
         together = ask(engine, many(8))
         apart = [ask(engine, [request])[0] for request in many(8)]
@@ -175,7 +175,7 @@ def test_cancelling_frees_everything_at_any_time(
         demand_equal(ask(engine, [cancelled]), [again])
 
 
-def test_what_can_never_run_is_refused_at_once(models: Models) -> None:
+def test_a_request_that_can_never_run_is_refused(models: Models) -> None:
     with engine_of(models[TinyKind.LLAMA], cache_tokens=64) as engine:
         for fields, words in (
             ({"prompt": ()}, "no tokens"),

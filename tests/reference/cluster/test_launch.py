@@ -112,7 +112,7 @@ def test_a_worker_that_dies_is_started_again_and_ctrl_c_ends_everything(start: S
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_outlives_it(start: Start, number: signal.Signals) -> None:
+def test_no_process_outlives_the_command(start: Start, number: signal.Signals) -> None:
     """Also not ranks, and not when it is killed while they are still being started."""
     process = start("serve", "--tiny", "--prefill", "tp=3", "--port", "0", "--json")
     if number is signal.SIGKILL:
@@ -135,7 +135,7 @@ def test_ctrl_c_while_it_starts_is_one_line(start: Start) -> None:
     demand_gone(parts, set())
 
 
-def test_what_a_part_can_not_do_is_one_sentence(start: Start) -> None:
+def test_a_part_that_cannot_start_is_reported_in_one_sentence(start: Start) -> None:
     process = start("serve", "--tiny", "--host", "0.0.0.0", "--port", "0", "--json")
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2

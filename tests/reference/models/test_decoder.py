@@ -63,7 +63,7 @@ def test_another_precision_stays_near(models: Models) -> None:
         demand_equal(single, double)
 
 
-def test_a_state_row_forgets_its_last_request(models: Models) -> None:
+def test_a_state_row_is_reset_for_its_next_request(models: Models) -> None:
     """With one row, the second request gets the row of the first."""
     one, two, _ = requests()
     with engine_of(models[TinyKind.HYBRID], max_requests=1) as engine:
@@ -73,7 +73,7 @@ def test_a_state_row_forgets_its_last_request(models: Models) -> None:
     demand_equal([after_another], [alone], tolerance=1e-6)
 
 
-def test_fading_over_a_chunk_is_fading_token_by_token() -> None:
+def test_the_recurrence_over_a_chunk_equals_token_by_token() -> None:
     random = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(40, 2, dim, generator=random) for dim in (8, 8, 6))
     # Strong fading: in a product of factors instead of a sum of logarithms it would underflow.

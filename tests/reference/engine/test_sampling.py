@@ -108,7 +108,7 @@ def test_an_engine_drops_a_request_that_cannot_be_sampled_and_goes_on(models: Mo
         assert any(isinstance(output, Produced) for output in engine.step())
 
 
-def test_every_position_and_seed_has_its_own_number() -> None:
+def test_uniform_differs_for_every_position_and_seed() -> None:
     numbers = {uniform(seed, position) for seed in range(-30, 30) for position in range(50)}
     assert len(numbers) == 60 * 50
     assert all(0 <= number < 1 for number in numbers)
@@ -134,7 +134,7 @@ def test_logprobs_come_when_they_are_asked_for() -> None:
         {"logprobs": -1},
     ],
 )
-def test_what_makes_no_sense_is_refused(field: dict[str, Any]) -> None:
+def test_sampling_values_out_of_range_are_refused(field: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=next(iter(field))):
         Sampling(**field)
 

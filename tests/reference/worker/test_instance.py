@@ -43,7 +43,7 @@ Models = dict[TinyKind, Path]
 # ---------------------------------------------------------------- options
 
 
-def test_options_can_be_written_down(models: Models) -> None:
+def test_options_survive_json(models: Models) -> None:
     options = options_for("decode", models[TinyKind.LLAMA], "http://127.0.0.1:1", Parallel(tp=3))
     assert msgspec.json.decode(msgspec.json.encode(options), type=InstanceOptions) == options
 
@@ -79,7 +79,7 @@ def test_bad_options_are_one_sentence(
         ({"key_file": "/nowhere", "discovery": "http://127.0.0.1:1"}, "/nowhere"),
     ],
 )
-def test_what_cannot_start_is_one_sentence(
+def test_a_worker_that_cannot_start_says_why_in_one_sentence(
     models: Models, changes: dict[str, Any], message: str
 ) -> None:
     folder = Path(changes.pop("folder", models[TinyKind.LLAMA]))
@@ -96,7 +96,7 @@ def test_with_a_key_a_worker_may_be_reached_from_elsewhere(models: Models, tmp_p
     key.write(tmp_path / "key")
     fields = {"host": "0.0.0.0", "key_file": str(tmp_path / "key")}
     folder = models[TinyKind.LLAMA]
-    with pytest.raises(InputError, match="says nothing to others"):
+    with pytest.raises(InputError, match="others cannot reach 0.0.0.0"):
         run_instance(options_for("decode", folder, None, Parallel(), **fields))
     reached = options_for("decode", folder, None, Parallel(), advertise="127.0.0.1", **fields)
     with hosted(reached) as (worker,):
@@ -127,7 +127,7 @@ def test_checkpoints_differ_by_their_weights(models: Models, tmp_path: Path) -> 
 # ---------------------------------------------------------------- at the discovery service
 
 
-def test_workers_say_where_they_are_and_leave(models: Models, tmp_path: Path) -> None:
+def test_workers_register_and_deregister(models: Models, tmp_path: Path) -> None:
     key = ClusterKey.new()
     key.write(tmp_path / "key")
 
@@ -175,7 +175,7 @@ async def gone(url: str, key: ClusterKey, name: str) -> None:
         await discovery.close()
 
 
-def test_another_model_is_refused_in_words(models: Models, tmp_path: Path) -> None:
+def test_another_checkpoint_is_refused_with_the_reason(models: Models, tmp_path: Path) -> None:
     """Weights that differ are no partners, whatever the names say."""
     other = make_tiny(tmp_path / "other", TinyKind.LLAMA, seed=8)
     with DiscoveryServer() as server:

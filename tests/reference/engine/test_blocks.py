@@ -56,7 +56,7 @@ def test_pages_survive_their_request_until_the_room_is_needed() -> None:
     assert take(blocks, [1, 2, 3, 4, 5, 6, 7, 8]).prefix == 4
 
 
-def test_what_was_not_published_is_not_shared() -> None:
+def test_unpublished_pages_are_not_shared() -> None:
     blocks = Blocks(8, SIZE)
     take(blocks, [1, 2, 3, 4])
     assert take(blocks, [1, 2, 3, 4]).prefix == 0
@@ -70,7 +70,7 @@ def test_reuse_bounds_what_is_shared() -> None:
     assert allocation.prefix == 4
 
 
-def test_two_computed_the_same_and_one_copy_serves() -> None:
+def test_two_requests_with_equal_contents_share_one_copy_later() -> None:
     blocks = Blocks(8, SIZE)
     one, two = take(blocks, [1, 2, 3, 4]), take(blocks, [1, 2, 3, 4])
     for allocation in (one, two):

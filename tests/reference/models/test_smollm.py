@@ -62,14 +62,14 @@ def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
         default_model(tmp_path / "file" / "cache")
 
 
-def test_pairs_are_parted_as_they_were_before_gguf() -> None:
+def test_rotation_pairs_are_restored_from_gguf_order() -> None:
     # Two heads of four rows: in GGUF rows 0 and 2 of a head stand beside each other.
     rows = np.arange(8, dtype=np.float32)[:, None]
     interleaved = rows[[0, 2, 1, 3, 4, 6, 5, 7]]
     assert np.array_equal(unpermuted(interleaved, 2), rows)
 
 
-def test_text_is_cut_into_the_tokens_it_was_trained_on(smollm: Path) -> None:
+def test_the_tokenizer_gives_the_tokens_of_the_original(smollm: Path) -> None:
     tokenizer = Tokenizer.load(smollm)
     assert tokenizer.encode("Explain in 2024 why 1234567 isn't prime.") == EXPLAIN
     for text in ("Grüße, 日本 🙂", "  two  spaces\n\n\ttab", "x = [1, 23]  # ok", ""):
@@ -78,7 +78,7 @@ def test_text_is_cut_into_the_tokens_it_was_trained_on(smollm: Path) -> None:
     assert tokenizer.decode([1, 2, 0]) == ""
 
 
-def test_it_answers_and_its_ranks_agree(smollm: Path) -> None:
+def test_one_and_three_ranks_give_the_known_answer(smollm: Path) -> None:
     answers = []
     for parallel in (Parallel(), Parallel(tp=3)):
         options = EngineOptions(parallel=parallel, cache_tokens=512)

@@ -62,7 +62,7 @@ def test_text_ends_before_the_first_stop_string(text: str, stops: list[str]) -> 
     assert "".join(shown) == text[: min(cuts, default=len(text))]
 
 
-def test_what_may_become_a_stop_string_waits() -> None:
+def test_a_possible_stop_string_is_held_back() -> None:
     stop = StopFilter(["###"])
     assert [stop.push(text) for text in ("a#", "#", "b", "##")] == ["a", "", "##b", ""]
     assert stop.flush() == "##"

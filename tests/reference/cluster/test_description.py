@@ -22,7 +22,7 @@ from kvferry.reference.worker.instance import InstanceOptions
 from kvferry.router.options import OnFailure
 
 Models = dict[TinyKind, Path]
-EXAMPLE = Path(__file__).parents[2] / "examples" / "cluster.toml"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "cluster.toml"
 
 
 def cluster_of(**fields: object) -> ClusterDescription:
@@ -35,14 +35,14 @@ def written(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_the_example_says_what_the_defaults_are() -> None:
+def test_the_example_states_the_defaults() -> None:
     """But for the two sides, of which there are none by default."""
     cluster = read_cluster(str(EXAMPLE))
     assert msgspec.structs.replace(cluster, prefill=(), decode=()) == ClusterDescription()
     assert [str(worker.section) for worker in cluster.workers()] == ["TP3, page 16", "TP1, page 32"]
 
 
-def test_what_the_example_leaves_out_can_be_put_in(tmp_path: Path) -> None:
+def test_commented_keys_of_the_example_are_valid(tmp_path: Path) -> None:
     """Every line that is a comment with a key is a key that exists."""
     text = re.sub(r"^# (\w+ = )", r"\1", EXAMPLE.read_text(), flags=re.MULTILINE)
     cluster = read_cluster(written(tmp_path, text))

@@ -57,7 +57,7 @@ def code(reply: Reply) -> tuple[int, str]:
     return reply.status, reply.document["error"]["code"]
 
 
-def test_who_has_no_key_gets_no_room_and_takes_none(pair: list[Worker]) -> None:
+def test_unsigned_requests_neither_open_nor_end_rooms(pair: list[Worker]) -> None:
     prefill = pair[0]
 
     async def talk(caller: Caller) -> None:
@@ -86,7 +86,7 @@ def test_who_has_no_key_gets_no_room_and_takes_none(pair: list[Worker]) -> None:
     call(talk, KEY)
 
 
-def test_a_ticket_is_for_one_request_once_and_for_a_while(pair: list[Worker]) -> None:
+def test_a_signature_is_valid_once_for_one_request_and_worker(pair: list[Worker]) -> None:
     prefill, decode = pair
 
     async def refused(caller: Caller, url: str, body: bytes, header: str) -> str:
@@ -131,7 +131,7 @@ def test_a_ticket_is_for_one_request_once_and_for_a_while(pair: list[Worker]) ->
     assert call(talk, KEY) == [f"ticket_{doubt}".replace("-", "_") for doubt in doubts]
 
 
-def test_the_router_has_tickets_and_clients_need_none(pair: list[Worker], key_file: str) -> None:
+def test_the_router_signs_for_its_clients(pair: list[Worker], key_file: str) -> None:
     async def talk(caller: Caller) -> tuple[Reply, Reply]:
         prefill, decode = pair
         strange = RouterOptions(
@@ -185,7 +185,7 @@ class Listening(EngineLoop):
 
 
 @pytest.mark.parametrize(("wanted_s", "held_s"), [(3600.0, 100.0), (5.0, 5.0), (None, 60.0)])
-def test_no_ticket_holds_pages_for_longer_than_the_worker_allows(
+def test_a_room_holds_pages_no_longer_than_a_request_may_take(
     wanted_s: float | None, held_s: float
 ) -> None:
     ask = Ask(

@@ -63,7 +63,7 @@ def said(outputs: Sequence[object]) -> dict[int, list[bytes]]:
     return notes
 
 
-def test_extensions_hear_every_step_on_every_rank(models: Models) -> None:
+def test_extensions_see_every_step_on_every_rank(models: Models) -> None:
     parallel = Parallel(tp=2, pp=2)
     with engine_of(models[TinyKind.QWEN3], parallel, Reporting) as engine:
         started = said(engine.step(poll=True))
@@ -98,7 +98,7 @@ def test_a_lost_rank_is_noticed_and_nothing_is_left(models: Models, order: bytes
     assert not multiprocessing.active_children()
 
 
-def test_the_rank_says_why(models: Models) -> None:
+def test_the_failing_rank_is_named(models: Models) -> None:
     engine = engine_of(models[TinyKind.LLAMA], Parallel(tp=3), Reporting, timeout_s=20)
     engine.post(b"fail 1")
     with pytest.raises(RankLost, match="rank 1 failed: this rank was told to fail"):
@@ -188,7 +188,7 @@ class Unready(Extension):
             raise InputError("plug it in")
 
 
-def test_a_rank_that_cannot_start_leaves_the_way_free(models: Models) -> None:
+def test_a_rank_that_cannot_start_leaves_no_process(models: Models) -> None:
     with pytest.raises(InputError, match="plug it in"):
         engine_of(models[TinyKind.LLAMA], Parallel(tp=3), Unready, timeout_s=20)
     assert not multiprocessing.active_children()

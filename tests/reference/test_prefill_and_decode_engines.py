@@ -142,7 +142,7 @@ def ferried(
     [(TinyKind.LLAMA, Parallel()), (TinyKind.QWEN3, Parallel(pp=2)), (TinyKind.HYBRID, Parallel())],
     ids=str,
 )
-def test_a_carried_cache_is_as_good_as_ones_own(
+def test_decode_continues_from_a_copied_cache(
     models: Models, tmp_path: Path, kind: TinyKind, source: Parallel
 ) -> None:
     files, into = files_in(tmp_path / "source"), files_in(tmp_path / "target")
@@ -211,7 +211,7 @@ def test_a_prefix_that_prefill_has_is_not_computed_again(models: Models, tmp_pat
         engine.release("r")
 
 
-def test_when_nothing_comes_the_prompt_is_computed_here(models: Models) -> None:
+def test_recompute_gives_the_same_answer(models: Models) -> None:
     with engine_of(models[TinyKind.QWEN3]) as engine:
         (alone,) = ask(engine, [half(EngineRole.WHOLE)])
     with engine_of(models[TinyKind.QWEN3]) as engine:

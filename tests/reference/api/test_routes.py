@@ -176,7 +176,7 @@ def test_stop_strings(client: openai.OpenAI) -> None:
         assert choice.finish_reason == "stop"
 
 
-def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
+def test_errors_have_the_types_of_the_openai_client(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(model="gpt-4", prompt="x")
     assert missing.value.code == "model_not_found"
@@ -196,9 +196,9 @@ def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "param", "words"),
     [
-        ("completions", b"{", None, "no JSON"),
-        ("completions", b"\xff", None, "no JSON"),
-        ("completions", b'{"metadata":' + b"[" * 100_000, None, "no JSON"),
+        ("completions", b"{", None, "not valid JSON"),
+        ("completions", b"\xff", None, "not valid JSON"),
+        ("completions", b'{"metadata":' + b"[" * 100_000, None, "not valid JSON"),
         ("completions", b"[]", None, "Expected `object`"),
         ("completions", {}, None, "model"),
         ("completions", {"model": MODEL}, None, "prompt"),
@@ -248,7 +248,7 @@ def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
         ("chat/completions", {"messages": HELLO, "tools": [{}]}, "tools", "not supported"),
     ],
 )
-def test_what_cannot_be_answered_is_said(
+def test_a_bad_request_is_refused_with_its_field(
     worker: Worker, path: str, body: Any, param: str | None, words: str
 ) -> None:
     if isinstance(body, dict) and ("prompt" in body or "messages" in body):
@@ -268,13 +268,13 @@ def test_what_cannot_be_answered_is_said(
     assert words in error["message"]
 
 
-def test_paths_and_sizes(worker: Worker) -> None:
+def test_unknown_paths_and_large_bodies_are_refused(worker: Worker) -> None:
     async def talk(caller: Caller) -> list[tuple[int, dict[str, Any]]]:
         seen = []
         for method, path, data in (
             ("GET", "/v1/nothing", None),
             ("GET", "/v1/completions", None),
-            ("POST", "/v1/completions", BytesIO(b"x" * (9 << 20))),
+            ("POST", "/v1/completions", BytesIO(b"x" * ((1 << 20) + 1000))),
         ):
             async with caller.session.request(method, worker.url + path, data=data) as response:
                 seen.append((response.status, (await response.json())["error"]))
@@ -314,7 +314,7 @@ def test_prompts_in_every_form(worker: Worker) -> None:
     assert all(tokens == answers[0] for tokens in answers)
 
 
-def test_health_and_figures(worker: Worker, models: Models) -> None:
+def test_healthz_and_metrics(worker: Worker, models: Models) -> None:
     async def talk(caller: Caller) -> tuple[dict[str, Any], str]:
         await caller.post(worker.url, body_of(PROMPTS[1]))
         told = await caller.idle(worker.url)
@@ -330,7 +330,7 @@ def test_health_and_figures(worker: Worker, models: Models) -> None:
     assert 'path="/v1/completions",status="200"' in text
 
 
-def test_leaving_callers_free_everything(worker: Worker) -> None:
+def test_requests_of_callers_that_leave_are_freed(worker: Worker) -> None:
     async def talk(caller: Caller) -> dict[str, Any]:
         tasks = [
             asyncio.create_task(caller.post(worker.url, body_of(PROMPTS[2], max_tokens=300)))
@@ -344,7 +344,7 @@ def test_leaving_callers_free_everything(worker: Worker) -> None:
     assert call(talk)["free_tokens"] == 2048
 
 
-def test_a_worker_that_has_ended_says_so(models: Models) -> None:
+def test_a_worker_that_has_ended_reports_503(models: Models) -> None:
     with hosted(options_of("decode", models[TinyKind.LLAMA], None, Parallel())) as (worker,):
         assert worker.loop is not None
         worker.loop.stop()

@@ -20,7 +20,7 @@ def told(*absent: str, is_default: bool = True) -> str | None:
     return lacking((ALL - set(absent)).__contains__, is_default)
 
 
-def test_nothing_is_missing() -> None:
+def test_a_complete_install_lacks_nothing() -> None:
     assert told() is None
     # A model that was converted, or another one, needs neither the package nor its reader.
     assert told("gguf", MODEL_PACKAGE, is_default=False) is None
@@ -100,7 +100,9 @@ def test_an_unknown_transport_starts_nothing(
     assert err.count("\n") == 1
 
 
-def test_neither_does_one_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_transport_in_a_file_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text('model = "tiny"\ntransport = "nixel"\n[[decode]]\n')
     for part in ([], ["decode"]):

@@ -46,7 +46,9 @@ def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 
 @pytest.mark.parametrize("reset", [True, False])
-def test_at_the_discovery(caplog: pytest.LogCaptureFixture, reset: bool) -> None:
+def test_a_client_leaves_the_discovery_service(
+    caplog: pytest.LogCaptureFixture, reset: bool
+) -> None:
     caplog.set_level(logging.INFO)
     with DiscoveryServer() as server:
         leave(server.url, b"PUT /v1/instances/a/ranks/0", reset=reset)
@@ -57,7 +59,7 @@ def test_at_the_discovery(caplog: pytest.LogCaptureFixture, reset: bool) -> None
 
 
 @pytest.mark.parametrize("reset", [True, False])
-def test_while_it_waits_for_news(caplog: pytest.LogCaptureFixture, reset: bool) -> None:
+def test_a_client_leaves_a_long_poll(caplog: pytest.LogCaptureFixture, reset: bool) -> None:
     """There is nothing left to read from it, so its handler is cancelled, which counts too."""
     caplog.set_level(logging.INFO)
     with DiscoveryServer() as server:
@@ -71,7 +73,7 @@ def test_while_it_waits_for_news(caplog: pytest.LogCaptureFixture, reset: bool) 
 
 
 @pytest.mark.parametrize("reset", [True, False])
-def test_at_the_router(caplog: pytest.LogCaptureFixture, reset: bool) -> None:
+def test_a_client_leaves_the_router(caplog: pytest.LogCaptureFixture, reset: bool) -> None:
     """The handler is cancelled, which the figures show."""
 
     async def talk() -> str:

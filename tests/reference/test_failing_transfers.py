@@ -206,7 +206,7 @@ def test_leaving_prefill_frees_it_and_decode_is_told(pair: list[Worker]) -> None
 # ---------------------------------------------------------------- transfers that fail
 
 
-def test_a_prefill_that_is_not_there(pair: list[Worker], alone: Alone) -> None:
+def test_an_unknown_prefill_instance(pair: list[Worker], alone: Alone) -> None:
     _, decode = pair
 
     async def talk(caller: Caller) -> list[Reply]:
@@ -231,7 +231,9 @@ def test_a_prefill_that_is_not_there(pair: list[Worker], alone: Alone) -> None:
     assert [local.tokens] == alone(TinyKind.LLAMA, PROMPTS[2:])
 
 
-def test_a_router_that_does_not_even_try_is_told_so(pair: list[Worker], alone: Alone) -> None:
+def test_a_request_without_a_room_is_reported_as_recomputed(
+    pair: list[Worker], alone: Alone
+) -> None:
     """It asks decode alone, without a room, and its client reads where the prompt came from."""
     _, decode = pair
 
@@ -247,7 +249,7 @@ def test_a_router_that_does_not_even_try_is_told_so(pair: list[Worker], alone: A
     assert "room" not in replies[0].told
 
 
-def test_sides_that_were_asked_different_things(pair: list[Worker]) -> None:
+def test_both_sides_get_different_prompts(pair: list[Worker]) -> None:
     prefill, decode = pair
 
     async def talk(caller: Caller) -> tuple[Reply, Reply]:
