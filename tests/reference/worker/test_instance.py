@@ -96,7 +96,7 @@ def test_with_a_key_a_worker_may_be_reached_from_elsewhere(models: Models, tmp_p
     key.write(tmp_path / "key")
     fields = {"host": "0.0.0.0", "key_file": str(tmp_path / "key")}
     folder = models[TinyKind.LLAMA]
-    with pytest.raises(InputError, match="others cannot reach 0.0.0.0"):
+    with pytest.raises(InputError, match=r"others cannot reach 0\.0\.0\.0"):
         run_instance(options_for("decode", folder, None, Parallel(), **fields))
     reached = options_for("decode", folder, None, Parallel(), advertise="127.0.0.1", **fields)
     with hosted(reached) as (worker,):
