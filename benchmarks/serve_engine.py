@@ -22,8 +22,7 @@ import torch
 
 from kvferry.reference.engine.cache import TORCH_DTYPES
 from kvferry.reference.engine.engine import Engine, EngineOptions
-from kvferry.reference.engine.requests import EngineRequest, EngineRole, Produced
-from kvferry.reference.engine.steps import Sample, Sampling
+from kvferry.reference.engine.requests import EngineRequest, EngineRole, Produced, Sample, Sampling
 from kvferry.reference.models.find import find_model
 
 CONTEXTS = (64, 512, 1600)

@@ -10,7 +10,7 @@ import pytest
 from reference import Reference
 from servers import Server, Side, start
 
-from kvferry.reference.models.smollm import default_model
+from kvferry.reference.models.find import default_model
 
 # Chunks of 32 tokens: the long prompt has three.
 CHUNK = ("--chunked-prefill-size", "32")

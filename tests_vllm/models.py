@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from kvferry.reference.models.smollm import default_model
+from kvferry.reference.models.find import default_model
 
 # Origin of each KV head of the padded model; None is a head of zeros.
 KV_HEADS = (2, None, 0, 1)

@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.cli.demo.ask import Answer
 from kvferry.cli.demo.check import CheckedAnswer, compare
-from kvferry.cli.demo.output import Show, as_document
+from kvferry.cli.demo.output import DemoOutput, as_document
 from kvferry.cli.main import main
 from kvferry.layout.spec import DType
 from kvferry.reference.cluster.description import ClusterDescription, ModelFolder, WorkerSection
@@ -108,12 +108,11 @@ def test_what_it_prints_into_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
     good.report = {"bytes": 2048, "mode": "runs", "seconds": 0.1}
     lost = Answer("how?", error="the worker is gone")
     results = [CheckedAnswer(good, [1, 2]), CheckedAnswer(lost, [1])]
-    with Show(quiet=False) as show:
-        show.says("asking")
-        for number, result in enumerate(results):
-            show.grew([result.answer])
-            show.ended(number, result.answer)
-        show.results(results, as_document(CLUSTER, ModelFolder(Path("x"), "m"), results, 1.0))
+    output = DemoOutput(quiet=False)
+    output.step("asking")
+    for number, result in enumerate(results):
+        output.answer(number, result.answer)
+    output.results(results, as_document(CLUSTER, ModelFolder(Path("x"), "m"), results, 1.0))
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert "·[2Jbecause" in out

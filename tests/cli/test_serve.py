@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -90,10 +91,9 @@ def test_what_does_not_compute_does_not_wait_for_torch() -> None:
     parts = (
         "cli.main",
         "cli.demo.output",
-        "discovery.http.server",
-        "reference.cluster.child",
+        "discovery.server",
         "reference.models.find",
-        "reference.cluster.parts",
+        "reference.cluster.process",
         "router.serving",
     )
     program = f"import sys; import {', '.join(f'kvferry.{part}' for part in parts)}; " + (
@@ -128,3 +128,21 @@ def test_a_worker_out_of_a_file(
     path.write_text(CLUSTER)
     assert main(["serve", *words.split(), "--config", str(path)]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_print_config_prints_the_resulting_configuration(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(CLUSTER)
+    for words, expected in (
+        ("--tiny --prefill tp=3 --port 9000 --print-config", (3, 9000)),
+        (f"--config {path} --print-config", (1, 8000)),
+    ):
+        assert main(["serve", *words.split()]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert document["model"] == "tiny"
+        assert (document["prefill"][0]["tp"], document["router"]["port"]) == expected
+    assert main(["serve", "decode", "--tiny", "--layout", "tp=3", "--print-config"]) == 0
+    options = json.loads(capsys.readouterr().out)
+    assert (options["name"], options["engine"]["parallel"]["tp"]) == ("decode-0", 3)

@@ -22,6 +22,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[TinyKind, Path]:
 @pytest.fixture(scope="session")
 def smollm() -> Path:
     """The default model, in the user's own cache as the commands would have it."""
-    from kvferry.reference.models.smollm import default_model  # noqa: PLC0415
+    from kvferry.reference.models.find import default_model  # noqa: PLC0415
 
     return default_model()

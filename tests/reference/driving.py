@@ -19,8 +19,8 @@ from kvferry.reference.engine.requests import (
     FinishReason,
     Output,
     Produced,
+    Sampling,
 )
-from kvferry.reference.engine.steps import Sampling
 from kvferry.reference.ranks.rank import Extension, MakeExtension, no_extension
 
 MAX_STEPS = 2000

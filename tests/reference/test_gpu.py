@@ -48,11 +48,10 @@ from kvferry.discovery.http.server import DiscoveryServer
 from kvferry.endpoint.outgoing import Waitable
 from kvferry.layout.layout import Order, Parallel
 from kvferry.reference.engine.cache import RankCache
-from kvferry.reference.engine.layouts import KV, STATE
-from kvferry.reference.engine.steps import RequestWork, Sample, SampleFailed, StepPlan
+from kvferry.reference.engine.requests import RequestWork, Sample, SampleFailed, StepPlan
+from kvferry.reference.models.config import KV, STATE
 from kvferry.reference.models.tiny import TinyKind, make_tiny
-from kvferry.reference.transfer.extension import EndpointSettings
-from kvferry.reference.transfer.prefill import PrefillExtension
+from kvferry.reference.transfer.extensions import EndpointSettings, PrefillExtension
 from kvferry.reference.worker.instance import InstanceOptions
 from kvferry.transports.registry import load
 
@@ -97,7 +96,7 @@ def alone(folders: dict[TinyKind, Path]) -> Alone:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_gpu_says_what_a_cpu_says(folders: dict[TinyKind, Path], kind: TinyKind) -> None:
+def test_a_gpu_computes_what_a_cpu_computes(folders: dict[TinyKind, Path], kind: TinyKind) -> None:
     with engine_of(folders[kind]) as engine:
         right = ask(engine, requests())
     with engine_of(folders[kind], device="cuda") as engine:
@@ -142,7 +141,7 @@ class Late(PrefillExtension):
         self, plan: StepPlan, samples: Sequence[Sample], failures: Sequence[SampleFailed]
     ) -> list[bytes]:
         if self.settings.layers == "all":
-            self._delay(plan, list(range(self.pace.first, self.pace.end)))
+            self._delay(plan, list(range(self.tuner.first, self.tuner.end)))
         return super().after(plan, samples, failures)
 
     def _delay(self, plan: StepPlan, layers: list[int]) -> None:
@@ -175,7 +174,7 @@ class Late(PrefillExtension):
 class Hasty(Late):
     """And one that pushes what is not computed yet."""
 
-    def _computed(self) -> Waitable | None:
+    def _event(self) -> Waitable | None:
         return None
 
 

@@ -44,7 +44,7 @@ async def test_the_clients_id_goes_to_both_workers_and_back(stream: bool) -> Non
 
 
 @bounded
-async def test_who_gives_none_or_a_bad_one_gets_one() -> None:
+async def test_a_missing_or_bad_request_id_is_replaced() -> None:
     async with site() as here:
         for given in ({}, {"X-Request-Id": "a b"}):
             _, headers, _ = await here.post({"model": MODEL, "prompt": "p"}, **given)
@@ -81,11 +81,11 @@ async def test_a_clients_mistake_is_no_warning(log: io.StringIO) -> None:
 def test_a_rank_writes_its_log_as_its_driver_does() -> None:
     """Even the reason for which it never began."""
     code = (
-        "import multiprocessing, pathlib; from kvferry.telemetry.logs.lines import LogSettings; "
+        "import multiprocessing; from kvferry.telemetry.logs.lines import LogSettings; "
         "from kvferry.reference.ranks.processes import rank_main; "
-        "ours, theirs = multiprocessing.Pipe(); _, beats = multiprocessing.Pipe(); "
+        "ours, theirs = multiprocessing.Pipe(); "
         "settings = LogSettings('decode-0', 'INFO', 0); "
-        "rank_main(theirs, beats, None, 3, pathlib.Path('/nowhere'), settings)"
+        "rank_main(theirs, None, 3, None, settings)"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
@@ -106,5 +106,5 @@ async def test_the_clients_trace_goes_to_both_workers_and_into_the_log(log: io.S
 @pytest.mark.parametrize(
     "given", [None, "", "00-0-1-01", f"00-{'0' * 32}-{'1' * 16}-01", f"00-{'1' * 32}-{'0' * 16}-01"]
 )
-def test_what_is_no_trace_is_left_out(given: str | None) -> None:
+def test_an_invalid_trace_is_ignored(given: str | None) -> None:
     assert checked_trace(given) == ""

@@ -34,7 +34,7 @@ from kvferry.reference.ranks.rank import MakeExtension
 from kvferry.reference.worker.instance import (
     EngineInstance,
     InstanceOptions,
-    WorkerRole,
+    InstanceRole,
     run_instance,
 )
 from kvferry.reference.worker.loop import EngineLoop
@@ -66,7 +66,7 @@ def options_for(
     usual = {"model": MODEL, "request_s": PATIENCE_S, "transport": "shm"}
     fields: dict[str, Any] = usual | changes
     return InstanceOptions(
-        role=WorkerRole(role),
+        role=InstanceRole(role),
         name=fields.pop("name", f"{role}-{os.urandom(4).hex()}"),
         folder=str(folder),
         engine=small(**engine),

@@ -1,11 +1,12 @@
-"""The demo's questions, and asking them through the router as any client would."""
+"""The demo's questions, asked through the router as any client would."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+
+import aiohttp
 
 from kvferry.cli.load.client import LoadReply, ask, session_for
 
@@ -27,62 +28,35 @@ REQUEST_S = 300.0
 
 @dataclass(slots=True)
 class Answer(LoadReply):
-    """What came back for one question."""
+    """The reply to one question."""
 
     question: str
 
 
-class AnswerWatcher(Protocol):
-    """Who looks on while answers grow."""
+def ask_all(url: str, max_tokens: int, ended: Callable[[int, Answer], None]) -> list[Answer]:
+    """Ask all questions at once; call ``ended`` with each answer and its number."""
 
-    def grew(self, answers: Sequence[Answer]) -> None:
-        """One of them has more text."""
+    async def ask_one(session: aiohttp.ClientSession, number: int) -> Answer:
+        answer = Answer(QUESTIONS[number])
+        body = {
+            "messages": [{"role": "user", "content": answer.question}],
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+            # An answer that was computed without a transfer would prove nothing.
+            "kvferry": {"on_failure": "fail"},
+        }
+        await ask(session, body, deadline_s=REQUEST_S, into=answer)
+        if not (answer.tokens or answer.error):
+            answer.error = "the answer is empty"
+        ended(number, answer)
+        return answer
 
-    def ended(self, number: int, answer: Answer) -> None:
-        """One of them is complete."""
+    async def ask_each() -> list[Answer]:
+        async with session_for(url) as session:
+            numbers = range(len(QUESTIONS))
+            return await asyncio.gather(*(ask_one(session, number) for number in numbers))
 
-
-def questions() -> list[Answer]:
-    """An empty answer for each question."""
-    return [Answer(question) for question in QUESTIONS]
-
-
-def ask_all(
-    url: str, answers: list[Answer], max_tokens: int, watcher: AnswerWatcher
-) -> list[Answer]:
-    """Ask everything at once, and wait for all of it."""
-    asyncio.run(_ask_all(url, answers, max_tokens, watcher))
-    return answers
-
-
-async def _ask_all(
-    url: str, answers: list[Answer], max_tokens: int, watcher: AnswerWatcher
-) -> None:
-    async with session_for(url) as session:
-
-        async def ask_one(number: int, answer: Answer) -> None:
-            await ask(
-                session,
-                _body(answer.question, max_tokens),
-                deadline_s=REQUEST_S,
-                grew=lambda _: watcher.grew(answers),
-                into=answer,
-            )
-            if not (answer.tokens or answer.error):
-                answer.error = "the answer is empty"
-            watcher.ended(number, answer)
-
-        await asyncio.gather(*(ask_one(i, answer) for i, answer in enumerate(answers)))
-
-
-def _body(question: str, max_tokens: int) -> dict[str, Any]:
-    return {
-        "messages": [{"role": "user", "content": question}],
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "return_token_ids": True,
-        # A demo that quietly did without the transfer would show nothing.
-        "kvferry": {"on_failure": "fail"},
-    }
+    return asyncio.run(ask_each())

@@ -1,29 +1,18 @@
-"""``kvferry demo``: a cluster on this machine, a few questions, and the proof of the answers."""
+"""``kvferry demo``: a cluster on this machine, a few questions, and a proof of the answers."""
 
 from __future__ import annotations
 
 import argparse
 import tempfile
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from kvferry.cli.files import last_log_line
 from kvferry.cli.parsing import whole
-from kvferry.cli.serve.flags import (
-    DECODE,
-    PREFILL,
-    add_device,
-    add_model,
-    add_transport,
-    cluster_of,
-)
-
-if TYPE_CHECKING:
-    from kvferry.cli.demo.ask import Answer
-    from kvferry.cli.demo.output import Show
-    from kvferry.reference.cluster.description import ClusterDescription, ModelFolder
+from kvferry.cli.serve.flags import add_flags, cluster_of
 
 EXAMPLE = """example:
   kvferry demo                                 prefill TP3, decode TP1, shared memory
@@ -42,74 +31,56 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the command and its flags."""
     parser = commands.add_parser(
         "demo",
-        help="prefill here, decode there, one answer, proven",
+        help="prefill in one process, decode in another, prove the answers",
         description="Start discovery, a prefill and a decode worker and a router, ask a few "
         "questions at once, and compare the answers token by token with a single process.",
         epilog=EXAMPLE,
     )
-    add_model(parser)
-    for name, default in (("prefill", PREFILL), ("decode", DECODE)):
-        parser.add_argument(
-            f"--{name}", metavar="SIDE", help=f"tp, pp, page, order, dp ({default})"
-        )
-    add_transport(parser)
-    add_device(parser)
+    add_flags(parser, "model", "tiny", "prefill", "decode", "transport", "device", "json")
     parser.add_argument("--tokens", default="32", metavar="N", help="longest answer (32)")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    # A demo has no need of these; the cluster's description has.
+    # Flags of ``serve`` that the cluster's description reads.
     parser.set_defaults(run=run, host=None, port="0", key=None)
     parser.set_defaults(policy=None, on_failure=None, deadline=None)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve, ask, stop, compare, show."""
-    from kvferry.cli.demo.output import Show, as_document  # noqa: PLC0415
+    """Start a cluster, ask, stop it, compare, and print the results."""
+    from kvferry.cli.demo.ask import ask_all  # noqa: PLC0415
+    from kvferry.cli.demo.check import compare  # noqa: PLC0415
+    from kvferry.cli.demo.output import DemoOutput, as_document  # noqa: PLC0415
     from kvferry.reference.cluster.description import check  # noqa: PLC0415
+    from kvferry.reference.cluster.launch import ClusterLaunch, PartFailed  # noqa: PLC0415
     from kvferry.reference.models.find import find_model  # noqa: PLC0415
 
     max_tokens = whole("--tokens")(args.tokens)
-    cluster = _small(cluster_of(args))
-    with Show(quiet=args.json) as show:
-        show.says("preparing the model")
-        model = find_model(cluster.model)
-        check(cluster, model)
-        began = time.monotonic()
-        answers = _serve_and_ask(cluster, model, max_tokens, show)
-        show.says("everything is stopped; now the same in a single process")
-
-        # The single process comes last, so that nothing of it can be what decode answers from.
-        from kvferry.cli.demo.check import compare  # noqa: PLC0415
-
-        alike = cluster.decode[0]
-        results = compare(model.folder, answers, max_tokens, alike.dtype, alike.device)
-        document = as_document(cluster, model, results, time.monotonic() - began)
-        show.results(results, document)
-    if args.json:
-        print(msgspec.json.encode(document).decode())
-    return 0 if document["token_exact"] else EXIT_NOT_EXACT
-
-
-def _small(cluster: ClusterDescription) -> ClusterDescription:
-    """The same with little memory: a demo should fit beside a browser."""
-    replace = msgspec.structs.replace
-    prefill = tuple(replace(one, cache_tokens=CACHE_TOKENS) for one in cluster.prefill)
-    decode = tuple(replace(one, cache_tokens=CACHE_TOKENS) for one in cluster.decode)
-    return replace(cluster, prefill=prefill, decode=decode)
-
-
-def _serve_and_ask(
-    cluster: ClusterDescription, model: ModelFolder, max_tokens: int, show: Show
-) -> list[Answer]:
-    from kvferry.cli.demo.ask import ask_all, questions  # noqa: PLC0415
-    from kvferry.reference.cluster.launch import ClusterLaunch, PartFailed  # noqa: PLC0415
-
+    cluster = cluster_of(args)
+    prefill, decode = (
+        replace(section, cache_tokens=CACHE_TOKENS)
+        for section in (*cluster.prefill, *cluster.decode)
+    )
+    cluster = replace(cluster, prefill=(prefill,), decode=(decode,))
+    output = DemoOutput(quiet=args.json)
+    output.step("preparing the model")
+    model = find_model(cluster.model)
+    check(cluster, model)
+    began = time.monotonic()
     parts = ", ".join(f"{one.name} ({one.section})" for one in cluster.workers())
+    output.step(f"starting discovery, {parts}, router; transport {cluster.transport}")
     with tempfile.TemporaryFile() as log:
         try:
             with ClusterLaunch(stderr=log) as launch:
-                show.says(f"starting discovery, {parts}, router; transport {cluster.transport}")
-                url = launch.start_all(cluster, model, show.is_ready)
-                show.says("asking, all at once")
-                return ask_all(url, questions(), max_tokens, show)
+                url = launch.start_all(
+                    cluster, model, lambda name, url: output.step(f"{name} is ready on {url}")
+                )
+                output.step("asking, all at once")
+                answers = ask_all(url, max_tokens, output.answer)
         except PartFailed as error:
-            raise PartFailed(f"{error}{last_log_line(log)}") from None
+            raise PartFailed(f"{error}{last_words(log)}") from None
+    # Only now, so that decode cannot have its answers from the single process.
+    output.step("everything is stopped; now the same in a single process")
+    results = compare(model.folder, answers, max_tokens, decode.dtype, decode.device)
+    document = as_document(cluster, model, results, time.monotonic() - began)
+    output.results(results, document)
+    if args.json:
+        print(msgspec.json.encode(document).decode())
+    return 0 if document["token_exact"] else EXIT_NOT_EXACT

@@ -1,6 +1,6 @@
-"""The flags of ``kvferry serve`` and ``kvferry demo``, and what they make of a cluster.
+"""The flags of ``kvferry serve`` and ``kvferry demo``, and the cluster that they describe.
 
-A flag that is not given is None, so that a file can be told from flags.
+A flag that is not given is None, so that ``--config`` can refuse flags beside it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from kvferry.router.options import BalancePolicy, EngineName, OnFailure, RouterO
 from kvferry.router.worker_pool import WorkerRole
 
 PREFILL, DECODE = "tp=3", "tp=1"
-MOST_S = 86400
-# Of the namespace, but no flags of a cluster.
-OTHER = ("run", "json", "config", "part", "name", "print_config")
+MAX_DEADLINE_S = 86400
+# Entries of the namespace that are no flags of a cluster.
+NO_FLAGS = ("run", "json", "config", "kind", "part", "name", "print_config")
 ROUTING = ("policy", "on_failure", "deadline")
+# Flags of the whole cluster that a part alone does not use.
 FOREIGN = {
     "discovery": ("prefill", "decode", "model", "tiny", "transport", "device", *ROUTING),
     "worker": ("prefill", "decode", *ROUTING),
@@ -39,184 +40,158 @@ FOREIGN = {
 }
 
 
-def add_cluster_flags(parser: argparse.ArgumentParser, *, config: bool = False) -> None:
-    """What describes a whole cluster."""
-    if config:
-        parser.add_argument("--config", metavar="FILE", help="a TOML file instead of the flags")
-    add_model(parser)
-    for name, default in (("prefill", PREFILL), ("decode", DECODE)):
-        parser.add_argument(
-            f"--{name}",
-            metavar="SIDE",
-            help=f"tp, pp, page, order, dtype, and dp for the number of instances ({default})",
-        )
-    add_transport(parser)
-    add_device(parser)
-    add_routing(parser)
-    add_listening(parser, "8000")
-    add_key_and_json(parser)
+FLAGS: dict[str, dict[str, Any]] = {
+    "config": {"metavar": "FILE", "help": "the cluster's TOML file, instead of the other flags"},
+    "model": {
+        "metavar": "PATH",
+        "help": "a Hugging Face folder of the Llama or Qwen3 family (SmolLM2-135M-Instruct)",
+    },
+    "tiny": {
+        "action": "store_const",
+        "const": True,
+        "help": "a small random model, whose answers are nonsense",
+    },
+    "prefill": {
+        "metavar": "SIDE",
+        "help": f"tp, pp, page, order, dtype, and dp for the number of instances ({PREFILL})",
+    },
+    "decode": {"metavar": "SIDE", "help": f"the same for decode ({DECODE})"},
+    "transport": {
+        "metavar": "NAME",
+        "help": "auto: the best for each pair of workers; or shm, cuda, nixl, mooncake, or several "
+        "as in shm,nixl (auto)",
+    },
+    "device": {"metavar": "NAME", "help": "cpu, or cuda with one GPU for each rank (cpu)"},
+    "policy": {"choices": list(BalancePolicy), "help": "how workers are chosen"},
+    "on-failure": {
+        "choices": list(OnFailure),
+        "help": "if a transfer fails: ask another prefill worker, let decode compute the prompt "
+        "(default), or answer with the reason",
+    },
+    "deadline": {"metavar": "S", "help": "seconds for a whole request (600)"},
+    "host": {"help": "where to listen (127.0.0.1)"},
+    "port": {"metavar": "N", "help": "0 for any"},
+    "key": {"metavar": "FILE", "help": "the cluster key (KVFERRY_KEY_FILE, or none)"},
+    "json": {"action": "store_true", "help": "print one JSON document"},
+    "print-config": {
+        "action": "store_const",
+        "const": True,
+        "help": "print the resulting configuration as JSON, and start nothing",
+    },
+    "name": {"help": "the worker's name, unique in the cluster (prefill-0, decode-0)"},
+    "layout": {"metavar": "SIDE", "help": "as in tp=3,page=16 (tp=1)"},
+    "discovery": {"metavar": "URL", "help": "where workers register and are found"},
+    "advertise": {"metavar": "HOST", "help": "where others reach it, if not --host"},
+    "engine": {"choices": list(map(str, EngineName)), "help": "what the workers run (kvferry)"},
+}
+
+
+def add_flags(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Add some of the flags above."""
+    for name in names:
+        parser.add_argument(f"--{name}", **FLAGS[name])
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Which model."""
-    parser.add_argument(
-        "--model",
-        metavar="PATH",
-        help="a Hugging Face folder of the Llama or Qwen3 family (SmolLM2-135M-Instruct)",
-    )
-    parser.add_argument(
-        "--tiny",
-        action="store_const",
-        const=True,
-        help="a small random model, which talks nonsense",
-    )
-
-
-def add_transport(parser: argparse.ArgumentParser) -> None:
-    """What carries the cache."""
-    parser.add_argument(
-        "--transport",
-        metavar="NAME",
-        help="auto: the best for each pair of workers; or shm, cuda, nixl, mooncake, or several "
-        "as in shm,nixl (auto)",
-    )
-
-
-def add_device(parser: argparse.ArgumentParser) -> None:
-    """What computes."""
-    parser.add_argument("--device", metavar="NAME", help="cpu, or cuda with a GPU a rank (cpu)")
-
-
-def add_routing(parser: argparse.ArgumentParser) -> None:
-    """How requests are spread, and what happens when a worker fails."""
-    parser.add_argument("--policy", choices=list(BalancePolicy), help="how workers are chosen")
-    parser.add_argument(
-        "--on-failure",
-        choices=list(OnFailure),
-        help="when a cache does not come: ask another prefill, let decode compute the prompt "
-        "(default), or answer with the reason",
-    )
-    parser.add_argument("--deadline", metavar="S", help="seconds for a whole request (600)")
-
-
-def add_listening(parser: argparse.ArgumentParser, port: str) -> None:
-    """Where."""
-    parser.add_argument("--host", help="where to listen (127.0.0.1)")
-    parser.add_argument("--port", metavar="N", help=f"0 for any ({port})")
-
-
-def add_key_and_json(parser: argparse.ArgumentParser) -> None:
-    """What every part has."""
-    parser.add_argument(
-        "--key", metavar="FILE", help="the cluster key (what KVFERRY_KEY_FILE names, or none)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-
-
-def add_print_config(parser: argparse.ArgumentParser) -> None:
-    """For who wants to know before anything starts."""
-    parser.add_argument(
-        "--print-config",
-        action="store_const",
-        const=True,
-        help="print what would hold and where each value came from, and start nothing",
-    )
+    """Add the flags that choose a model."""
+    add_flags(parser, "model", "tiny")
 
 
 # ---------------------------------------------------------------- reading
 
 
 def cluster_of(args: argparse.Namespace) -> ClusterDescription:
-    """A whole cluster, out of a file or out of flags, of which this machine has every part."""
-    path = given("--config", getattr(args, "config", None))
-    if path is not None:
-        demand_no_flags(args)
-        cluster = read_cluster(path)
-        if not cluster.decode:
-            raise InputError(f"{path} has no [[decode]] worker, and nobody could answer; add one")
-    else:
+    """Return a whole cluster, from a file or from flags."""
+    cluster = _from_file(args)
+    if cluster is None:
         cluster = _described(args)
+    elif not cluster.decode:
+        raise InputError(f"{args.config} has no [[decode]] worker to answer requests; add one")
     demand_installed(cluster.model, cluster.transport)
     return cluster
 
 
-def _described(args: argparse.Namespace) -> ClusterDescription:
+def _from_file(args: argparse.Namespace) -> ClusterDescription | None:
+    """Return the cluster of ``--config``, if it is given; flags beside it are refused."""
+    path = given("--config", getattr(args, "config", None))
+    if path is None:
+        return None
+    for name, value in vars(args).items():
+        if name not in NO_FLAGS and value is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise InputError(f"--config says what {flag} would; put it into the file")
+    return read_cluster(path)
+
+
+def _described(args: argparse.Namespace, **fields: Any) -> ClusterDescription:
+    if not fields:
+        device = _words(args, "device")
+        fields = {
+            "discovery": DiscoverySection(port=0),
+            "router": _router(args),
+            "prefill": (_section(args.prefill, "--prefill", PREFILL, device),),
+            "decode": (_section(args.decode, "--decode", DECODE, device),),
+        }
     return ClusterDescription(
         model=_model(args),
         transport=given("--transport", args.transport) or "auto",
         key=given("--key", args.key),
-        discovery=DiscoverySection(port=0),
-        router=_router(args),
-        prefill=(_section(args.prefill, "--prefill", PREFILL, _words(args, "device")),),
-        decode=(_section(args.decode, "--decode", DECODE, _words(args, "device")),),
+        **fields,
     )
 
 
 def discovery_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Options of a discovery service."""
-    path = given("--config", args.config)
-    if path is not None:
-        demand_no_flags(args)
-        return discovery_options(read_cluster(path))
-    section = DiscoverySection(**_listening(args))
-    return discovery_options(ClusterDescription(discovery=section, key=given("--key", args.key)))
+    """Return the options of a discovery service."""
+    cluster = _from_file(args)
+    if cluster is None:
+        section = DiscoverySection(**_listening(args))
+        cluster = ClusterDescription(discovery=section, key=given("--key", args.key))
+    return discovery_options(cluster)
 
 
 def router_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Options of a router."""
-    path = given("--config", args.config)
-    if path is not None:
-        demand_no_flags(args)
-        cluster = read_cluster(path)
+    """Return the options of a router."""
+    cluster = _from_file(args)
+    if cluster is not None:
         return router_options(cluster, cluster.discovery.address)
-    urls = {f"{name}_urls": tuple(getattr(args, f"{name}_url") or ()) for name in WorkerRole}
-    engine = {} if args.engine is None else {"engine": EngineName(args.engine)}
+    fields: dict[str, Any] = {
+        f"{name}_urls": tuple(getattr(args, f"{name}_url") or ()) for name in WorkerRole
+    }
+    if args.engine is not None:
+        fields["engine"] = EngineName(args.engine)
     discovery = given("--discovery", args.discovery)
-    if discovery is None and not urls["decode_urls"]:
+    if discovery is None and not fields["decode_urls"]:
         raise InputError("a router without workers; give --discovery or --decode-url")
-    cluster = ClusterDescription(
-        router=_router(args, **urls, **engine), key=given("--key", args.key)
-    )
-    return router_options(cluster, discovery)
+    key = given("--key", args.key)
+    return router_options(ClusterDescription(router=_router(args, **fields), key=key), discovery)
 
 
 def worker_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Options of a worker."""
-    path = given("--config", args.config)
+    """Return the options of a worker."""
     part, name = WorkerRole(args.part), given("--name", args.name)
-    if path is not None:
-        demand_no_flags(args)
-        cluster = read_cluster(path)
+    cluster = _from_file(args)
+    if cluster is not None:
         discovery: str | None = cluster.discovery.address
     else:
-        cluster = _single(args, part, name)
+        fields = _listening(args) | _words(args, "device", "advertise") | {"name": name or ""}
+        section = _section(args.layout, "--layout", "tp=1", fields)
+        if section.instances != 1:
+            raise InputError(
+                "one process runs one instance; start dp of them, each with its --name"
+            )
+        cluster = _described(args, **{str(part): (section,)})
         discovery = given("--discovery", args.discovery)
-    worker = _picked(cluster, part, name, path or "--layout")
+    worker = _picked(cluster, part, name, getattr(args, "config", None) or "--layout")
     demand_installed(cluster.model, cluster.transport)
     model = find_model(cluster.model)
     check(cluster, model)
     return worker_options(cluster, worker, model, discovery)
 
 
-def _single(args: argparse.Namespace, part: WorkerRole, name: str | None) -> ClusterDescription:
-    """A cluster of one worker, which knows of no other."""
-    fields = _listening(args) | _words(args, "device", "advertise") | {"name": name or ""}
-    section = _section(args.layout, "--layout", "tp=1", fields)
-    if section.instances != 1:
-        raise InputError("one process runs one instance; start dp of them, each with its --name")
-    return ClusterDescription(
-        model=_model(args),
-        transport=given("--transport", args.transport) or "auto",
-        key=given("--key", args.key),
-        prefill=(section,) if part is WorkerRole.PREFILL else (),
-        decode=(section,) if part is WorkerRole.DECODE else (),
-    )
-
-
 def _picked(
     cluster: ClusterDescription, part: WorkerRole, name: str | None, path: str
 ) -> NamedProcess:
-    """The worker that is meant among those of a file."""
+    """Return the worker of that name; without a name, the only one."""
     workers = [worker for worker in cluster.workers() if worker.part is part]
     fitting = [worker for worker in workers if name in (None, worker.name)]
     if len(fitting) == 1:
@@ -227,10 +202,8 @@ def _picked(
     raise InputError(f"{path} has the {part} workers {names}; pick one with --name")
 
 
-def _section(
-    text: str | None, flag: str, default: str, fields: dict[str, Any] | None = None
-) -> WorkerSection:
-    """A side as the user typed it."""
+def _section(text: str | None, flag: str, default: str, fields: dict[str, Any]) -> WorkerSection:
+    """Return a worker's section from a side such as ``tp=3,page=16``."""
     side = read_side(default if text is None else text, flag)
     sharding = side.layout["sharding"]
     if sharding.cp != 1:
@@ -245,7 +218,7 @@ def _section(
         "dtype": side.dtype,
     }
     stated = {key: value for key, value in read.items() if value is not None}
-    return WorkerSection(**stated, **(fields or {}))
+    return WorkerSection(**stated, **fields)
 
 
 def _model(args: argparse.Namespace) -> str:
@@ -262,22 +235,18 @@ def _router(args: argparse.Namespace, **more: Any) -> RouterOptions:
     if args.on_failure is not None:
         fields["on_failure"] = OnFailure(args.on_failure)
     if given("--deadline", args.deadline) is not None:
-        fields["deadline_s"] = number("--deadline", 0.1, MOST_S)(args.deadline)
+        fields["deadline_s"] = number("--deadline", 0.1, MAX_DEADLINE_S)(args.deadline)
     return RouterOptions(**fields)
 
 
 def _listening(args: argparse.Namespace) -> dict[str, Any]:
     fields = _words(args, "host")
     if given("--port", args.port) is not None:
-        fields["port"] = _port(args.port)
+        port = whole("--port", least=0)(args.port)
+        if port >= 1 << 16:
+            raise InputError(f"a port is between 0 and 65535, not {port}; 0 takes any that is free")
+        fields["port"] = port
     return fields
-
-
-def _port(text: str) -> int:
-    port = whole("--port", least=0)(text)
-    if port >= 1 << 16:
-        raise InputError(f"a port is between 0 and 65535, not {port}; 0 takes any that is free")
-    return port
 
 
 def _words(args: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -285,19 +254,8 @@ def _words(args: argparse.Namespace, *names: str) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-# ---------------------------------------------------------------- what goes together
-
-
-def demand_no_flags(args: argparse.Namespace) -> None:
-    """A file says it all: a flag beside it would be a riddle."""
-    for name, value in vars(args).items():
-        if name not in OTHER and value is not None:
-            flag = f"--{name.replace('_', '-')}"
-            raise InputError(f"--config says what {flag} would; put it into the file")
-
-
-def demand_own(args: argparse.Namespace, part: str) -> None:
-    """Refuse flags of the whole cluster that this part has no use for."""
-    for name in FOREIGN[part]:
+def demand_own(args: argparse.Namespace) -> None:
+    """Refuse flags of the whole cluster that the part ``args.kind`` does not use."""
+    for name in FOREIGN[args.kind]:
         if getattr(args, name) is not None:
-            raise InputError(f"a {part} has no use for --{name.replace('_', '-')}; drop it")
+            raise InputError(f"a {args.kind} has no use for --{name.replace('_', '-')}; drop it")

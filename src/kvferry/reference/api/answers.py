@@ -1,63 +1,54 @@
-"""Answers as OpenAI's clients read them, whole or piece by piece. Pure."""
+"""Answers in the form of OpenAI's API, whole or piece by piece. Pure."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from kvferry.reference.api.bodies import Ask
-from kvferry.reference.engine.steps import Sample
+from kvferry.reference.engine.requests import Sample
 from kvferry.reference.models.tokenizer import Tokenizer
 from kvferry.reference.worker.jobs import AnswerPiece, TransferAccount
 
 Document = dict[str, Any]
 
 
-class Writer(ABC):
-    """Writes one answer. Pieces come in their order, each once."""
+class AnswerWriter:
+    """Writes one completion; pieces come in order, each once."""
 
-    NAME = ""
-    CHUNK_NAME = ""
+    NAME = CHUNK_NAME = "text_completion"
 
     def __init__(self, ask: Ask, model: str, tokenizer: Tokenizer, created: int) -> None:
         self._ask = ask
         self._tokenizer = tokenizer
         self._head: Document = {"id": ask.request.id, "created": created, "model": model}
         self._num_tokens = 0
+        self._offset = 0
         self._report: TransferAccount | None = None
 
     def whole(self, pieces: Sequence[AnswerPiece]) -> Document:
-        """The answer at once."""
+        """Return the whole answer."""
         self._count(pieces)
-        last = pieces[-1]
         choice = self._choice("".join(piece.text for piece in pieces))
-        choice |= {"index": 0, "finish_reason": str(last.finish)} | self._extras(pieces)
+        choice |= {"index": 0, "finish_reason": str(pieces[-1].finish)} | self._extras(pieces)
         answer = {**self._head, "object": self.NAME, "choices": [choice], "usage": self._usage()}
         return answer | self._kvferry()
 
     def chunks(self, piece: AnswerPiece) -> list[Document]:
-        """What a piece adds to a stream; nothing where there is nothing to show yet."""
-        is_first = self._num_tokens == 0
+        """Return what a piece adds to a stream; empty if there is nothing to show yet."""
+        documents = self._opening() if self._num_tokens == 0 else []
         self._count([piece])
-        documents = self._opening() if is_first else []
-        wordy = self._ask.logprobs or self._ask.token_ids
-        if piece.text or piece.finish or wordy:
-            documents.append(self._chunk([self._delta(piece)]))
+        if piece.text or piece.finish or self._ask.logprobs or self._ask.token_ids:
+            finish = None if piece.finish is None else str(piece.finish)
+            choice = self._part(piece.text) | {"index": 0, "finish_reason": finish}
+            documents.append(self._chunk([choice | self._extras([piece])]))
         if piece.finish:
-            documents += self._ending()
+            if self._ask.usage:
+                documents.append(self._chunk([]) | {"usage": self._usage()})
             documents[-1] |= self._kvferry()
         return documents
-
-    def _delta(self, piece: AnswerPiece) -> Document:
-        finish = None if piece.finish is None else str(piece.finish)
-        choice = self._part(piece.text) | {"index": 0, "finish_reason": finish}
-        return choice | self._extras([piece])
-
-    def _ending(self) -> list[Document]:
-        return [self._chunk([]) | {"usage": self._usage()}] if self._ask.usage else []
 
     def _chunk(self, choices: list[Document]) -> Document:
         usage = {"usage": None} if self._ask.usage else {}
@@ -78,8 +69,8 @@ class Writer(ABC):
     def _kvferry(self) -> Document:
         if self._report is None:
             return {}
-        told = msgspec.to_builtins(self._report)
-        return {"kvferry": {name: value for name, value in told.items() if value is not None}}
+        report = msgspec.to_builtins(self._report)
+        return {"kvferry": {name: value for name, value in report.items() if value is not None}}
 
     def _extras(self, pieces: Sequence[AnswerPiece]) -> Document:
         samples = [piece.sample for piece in pieces]
@@ -93,28 +84,6 @@ class Writer(ABC):
 
     def _opening(self) -> list[Document]:
         return []
-
-    @abstractmethod
-    def _choice(self, text: str) -> Document:
-        """The text of a whole answer."""
-
-    @abstractmethod
-    def _part(self, text: str) -> Document:
-        """The text of a chunk."""
-
-    @abstractmethod
-    def _logprobs(self, samples: Sequence[Sample]) -> Document:
-        """What the model thought of these tokens and of others in their place."""
-
-
-class CompletionWriter(Writer):
-    """``/v1/completions``."""
-
-    NAME = CHUNK_NAME = "text_completion"
-
-    def __init__(self, ask: Ask, model: str, tokenizer: Tokenizer, created: int) -> None:
-        super().__init__(ask, model, tokenizer, created)
-        self._offset = 0
 
     def _choice(self, text: str) -> Document:
         return {"text": text}
@@ -139,8 +108,8 @@ class CompletionWriter(Writer):
         }
 
 
-class ChatWriter(Writer):
-    """``/v1/chat/completions``."""
+class ChatWriter(AnswerWriter):
+    """Writes one answer of a conversation."""
 
     NAME, CHUNK_NAME = "chat.completion", "chat.completion.chunk"
 
@@ -167,9 +136,3 @@ class ChatWriter(Writer):
     def _entry(self, token: int, logprob: float | None) -> Document:
         text = self._text_of(token)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-
-def writer_for(ask: Ask, model: str, tokenizer: Tokenizer, created: int) -> Writer:
-    """Whatever the question's form asks for."""
-    kind = ChatWriter if ask.chat else CompletionWriter
-    return kind(ask, model, tokenizer, created)

@@ -1,17 +1,14 @@
-"""A worker's own figures, for Prometheus, beside those of the endpoints of all its ranks."""
+"""Prometheus metrics of a worker, beside those of rank 0's endpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, generate_latest
 
-from kvferry.reference.ranks.figures import together
 from kvferry.reference.worker.loop import Snapshot
 
 
 class WorkerMetrics:
-    """One worker's figures. Belongs to the HTTP thread."""
+    """The metrics of one worker. Belongs to the HTTP thread."""
 
     def __init__(self, instance: str) -> None:
         self._instance = instance
@@ -35,14 +32,13 @@ class WorkerMetrics:
         )
 
     def answered(self, path: str, status: int) -> None:
-        """A request has its answer, or the beginning of it."""
+        """Count a request."""
         self._requests.labels(self._instance, path, str(status)).inc()
 
-    def text(self, snapshot: Snapshot, others: Sequence[str] = ()) -> str:
-        """Everything, in Prometheus' own format. ``others`` are what other processes count."""
+    def text(self, snapshot: Snapshot) -> bytes:
+        """Return all metrics of this process in Prometheus' text format."""
         for name, gauge in self._gauges.items():
             gauge.labels(self._instance).set(getattr(snapshot, name))
         for mode, num_bytes in snapshot.carried_bytes.items():
             self._carried.labels(self._instance, mode).set(num_bytes)
-        own = generate_latest(self.registry) + generate_latest(REGISTRY)
-        return together(own.decode(), others)
+        return generate_latest(self.registry) + generate_latest(REGISTRY)

@@ -1,8 +1,11 @@
 """The routes of a worker: one event loop, which hands jobs to the engine's thread.
 
-If a caller leaves, its handler is cancelled, and with it the job. The first news
-of a job decide the status of its answer, also of a streamed one: what fails
-before its first token is an error like any other.
+If a caller leaves, its handler is cancelled, and with it the job. The first news of a job
+decides the status of its answer, also of a streamed one: a failure before the first token is
+an error like any other.
+
+With a cluster key, requests for answers and for rooms must be signed with it, as the router
+does. The signature covers the body, and is valid once, for one life of this worker.
 """
 
 from __future__ import annotations
@@ -11,37 +14,40 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import partial
 
 import msgspec
 from aiohttp import web
+from msgspec.structs import asdict
 
 from kvferry import ClusterKey
-from kvferry.http.api_errors import ApiError, from_http_exception, json_response
-from kvferry.reference.api.access import UNSIGNED, AccessCheck, refused
-from kvferry.reference.api.answers import Document, Writer, writer_for
+from kvferry.http.api_errors import ApiError, json_response, of_refusal
+from kvferry.reference.api.answers import AnswerWriter, ChatWriter, Document
 from kvferry.reference.api.bodies import Ask, Serving, parse_chat, parse_completion
 from kvferry.reference.api.metrics import WorkerMetrics
-from kvferry.reference.api.pending import PendingAnswer
-from kvferry.reference.api.readers import BodyReaders
-from kvferry.reference.api.rooms import ASK_S, RoomAsker, room_end
-from kvferry.reference.worker.ends import TooManyWaiting
+from kvferry.reference.api.pending import ROOM_S, PendingAnswer, RoomAsker
 from kvferry.reference.worker.jobs import AnswerPiece
 from kvferry.reference.worker.loop import EngineLoop
-from kvferry.security.signing import RequestVerifier
+from kvferry.security.signing import (
+    SCHEME,
+    RequestVerifier,
+    SignatureFault,
+    SignatureRefused,
+)
 from kvferry.telemetry.logs.context import in_room
 
 log = logging.getLogger(__name__)
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-MAX_BODY_BYTES = 8 << 20
+MAX_BODY_BYTES = 1 << 20
 BODY_S = 30.0
 END = b"data: [DONE]\n\n"
+UNSIGNED = SignatureRefused(
+    SignatureFault.UNSIGNED,
+    "this worker takes only what is signed with the cluster key; ask the router",
+)
 
 
 class Api:
-    """What a worker answers. ``about`` is shown at ``/healthz``."""
+    """The HTTP application of a worker. ``about`` is shown at ``/healthz``."""
 
     def __init__(
         self,
@@ -52,7 +58,7 @@ class Api:
         deadline_s: float,
         request_s: float,
         key: ClusterKey | None = None,
-        guard: RequestVerifier | None = None,
+        verifier: RequestVerifier | None = None,
     ) -> None:
         self._loop = loop
         self._serving = serving
@@ -62,18 +68,17 @@ class Api:
         self._created = int(time.time())
         self.metrics = WorkerMetrics(str(about["name"]))
         self._asker = RoomAsker(key)
-        self._access = AccessCheck(guard)
-        self._readers = BodyReaders()
+        self._verifier = verifier
 
     def application(self) -> web.Application:
-        """The routes."""
+        """Return the application with its routes."""
         app = web.Application(middlewares=[self._frame], client_max_size=MAX_BODY_BYTES)
         app.add_routes(
             [
                 web.get("/healthz", self._health),
-                web.get("/metrics", self._figures),
+                web.get("/metrics", self._metrics),
                 web.get("/kvferry/rooms/{room:.+}", self._room),
-                web.delete("/kvferry/rooms/{room:.+}", self._give_up),
+                web.delete("/kvferry/rooms/{room:.+}", self._abandon),
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{name:.+}", self._model),
                 web.post("/v1/completions", self._completions),
@@ -81,25 +86,22 @@ class Api:
             ]
         )
         app.cleanup_ctx.append(self._asker.running)
-        app.cleanup_ctx.append(self._reading)
         return app
 
-    async def _reading(self, app: web.Application) -> AsyncIterator[None]:
-        yield
-        self._readers.close()
-
-    # ------------------------------------------------------------ around every request
-
     @web.middleware
-    async def _frame(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _frame(
+        self,
+        request: web.Request,
+        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        """Turn errors into answers, log and count them."""
         response: web.StreamResponse
         try:
             response = await handler(request)
         except ApiError as error:
             level = logging.INFO if error.status < 500 else logging.WARNING
-            log.log(
-                level, "refused path=%s status=%d reason=%r", request.path, error.status, str(error)
-            )
+            text = "refused path=%s status=%d why=%r"
+            log.log(level, text, request.path, error.status, str(error))
             response = error.response()
         except web.HTTPException as error:
             response = from_http_exception(error, MAX_BODY_BYTES).response()
@@ -116,37 +118,53 @@ class Api:
         self.metrics.answered(path, response.status)
         return response
 
-    # ------------------------------------------------------------ what is there
+    def _demand_signed(self, request: web.Request, body: bytes = b"") -> None:
+        """Refuse a request that is not signed with the cluster key, if there is one."""
+        if self._verifier is None:
+            return
+        header = request.headers.get("Authorization", "")
+        fault: SignatureRefused | None = UNSIGNED
+        # OpenAI's clients send an ``Authorization`` of another scheme.
+        if header.startswith(f"{SCHEME} "):
+            now = time.time()
+            fault = self._verifier.check(header, request.method, request.raw_path, body, now)
+        if fault is not None:
+            status = 503 if fault.doubt is SignatureFault.FULL else 401
+            code = f"ticket_{fault.doubt}".replace("-", "_")
+            raise ApiError(status, fault.message, code=code)
+
+    # ------------------------------------------------------------ state
 
     async def _health(self, request: web.Request) -> web.Response:
-        gone = self._loop.died.done()
-        told = msgspec.to_builtins(self._loop.snapshot)
-        status = {"status": "ended" if gone else "ok"}
-        who = msgspec.structs.asdict(self._access.introduce(request.query.get("nonce", "")))
-        status |= {name: said for name, said in who.items() if said}
-        if gone and (reason := self._loop.died.result()) is not None:
+        died = self._loop.died.done()
+        status: Document = {"status": "ended" if died else "ok"}
+        if self._verifier is not None:
+            introduction = self._verifier.introduce(request.query.get("nonce", ""))
+            status |= {name: value for name, value in asdict(introduction).items() if value}
+        if died and (reason := self._loop.died.result()) is not None:
             status["problem"] = str(reason)
-        return json_response({**status, **self._about, **told}, 503 if gone else 200)
+        snapshot = msgspec.to_builtins(self._loop.snapshot)
+        return json_response({**status, **self._about, **snapshot}, 503 if died else 200)
 
-    async def _figures(self, request: web.Request) -> web.Response:
+    async def _metrics(self, request: web.Request) -> web.Response:
         content = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-        text = self.metrics.text(self._loop.snapshot, self._loop.figures)
-        return web.Response(body=text.encode(), headers=content)
+        return web.Response(body=self.metrics.text(self._loop.snapshot), headers=content)
 
     async def _room(self, request: web.Request) -> web.Response:
-        """How a room ended; waits a little, because its end is about to be known."""
-        self._access.demand_signed(request)
+        """Return how a room ended; wait for its end, which is near when decode asks."""
+        self._demand_signed(request)
         room = request.match_info["room"]
+        end = asyncio.wrap_future(self._loop.ends.wait_for(room))
         try:
-            return json_response(await room_end(self._loop.ends, room, ASK_S))
+            async with asyncio.timeout(ROOM_S):
+                # Shielded, because several callers may wait for the same room.
+                return json_response(await asyncio.shield(end))
         except TimeoutError:
             raise ApiError(404, f"no room {room:.200} has ended here lately") from None
-        except TooManyWaiting as error:
-            raise ApiError(503, str(error), code="busy") from None
 
-    async def _give_up(self, request: web.Request) -> web.Response:
-        """The router has no use for a room any more; its pages need not wait for the deadline."""
-        self._access.demand_signed(request)
+    async def _abandon(self, request: web.Request) -> web.Response:
+        """Free the pages of a room that the router has given up."""
+        self._demand_signed(request)
         self._loop.abandon(request.match_info["room"])
         return web.Response(status=204)
 
@@ -175,16 +193,14 @@ class Api:
     async def _answer(
         self, request: web.Request, parse: Callable[[bytes, Serving], Ask]
     ) -> web.StreamResponse:
-        self._access.demand_tried(request)
         body = await _read(request)
-        is_signed = self._access.is_signed(request, body)
-        ask = await self._readers.read(len(body), partial(parse, body, self._serving))
+        self._demand_signed(request, body)
+        # Tokenizing a long prompt takes a while.
+        ask = await asyncio.to_thread(parse, body, self._serving)
         if ask.ticket is not None:
-            if not is_signed:
-                raise refused(UNSIGNED)
             in_room(ask.ticket.room)
-        created = int(time.time())
-        writer = writer_for(ask, self._serving.model, self._serving.tokenizer, created)
+        kind = ChatWriter if ask.chat else AnswerWriter
+        writer = kind(ask, self._serving.model, self._serving.tokenizer, int(time.time()))
         answer = PendingAnswer(
             self._loop,
             self._asker,
@@ -201,7 +217,7 @@ class Api:
 
 
 async def _stream(
-    request: web.Request, writer: Writer, pieces: AsyncIterator[AnswerPiece]
+    request: web.Request, writer: AnswerWriter, pieces: AsyncIterator[AnswerPiece]
 ) -> web.StreamResponse:
     first = await anext(pieces)
     headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -213,7 +229,7 @@ async def _stream(
             await _write(response, writer.chunks(piece))
         await response.write(END)
     except ApiError as error:
-        # The status has been sent; the error is the stream's last word.
+        # The status is sent already, so the error is the stream's last event.
         await response.write(error.event())
     await response.write_eof()
     return response

@@ -1,14 +1,12 @@
-"""A cluster as its user describes it, in one TOML file or by flags.
+"""A cluster as described in a TOML file or by flags, and the options of its parts.
 
-From a description come the options of each part: the discovery service, the workers and
-the router. What can't work is said here, before anything is started. Imports no
-torch, so that a mistake is told at once.
+What cannot work is refused here, before anything is started. Imports no torch, so that
+mistakes are reported at once.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -16,8 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry import DType, InputError, Layout, Order, Parallel, Refused, TransferMode, reshard
-from kvferry.reference.engine.layouts import layout_for
-from kvferry.reference.models.config import ModelConfig
+from kvferry.reference.models.config import ModelConfig, layout_for
 from kvferry.router.options import RouterOptions
 from kvferry.router.worker_pool import WorkerRole
 
@@ -31,7 +28,7 @@ Port = Annotated[int, Meta(ge=0, lt=1 << 16)]
 
 
 class DiscoverySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where workers register. ``url`` is how others reach it, where that is not ``host``."""
+    """The discovery service. ``url`` is how others reach it, if not at ``host``."""
 
     host: str = "127.0.0.1"
     port: Port = DISCOVERY_PORT
@@ -39,12 +36,12 @@ class DiscoverySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def address(self) -> str:
-        """As workers and routers are told."""
+        """The URL for workers and routers."""
         return self.url or f"http://{self.host}:{self.port}"
 
 
 class TransferSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the cache travels. ``layers``: so many of a chunk at a time, as many as pay, or all."""
+    """How prefill workers push: a number of layers at a time, as many as pay, or all."""
 
     layers: Count | Literal["auto", "all"] = "auto"
 
@@ -52,9 +49,8 @@ class TransferSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class WorkerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One worker, or ``instances`` of the same kind, each of ``tp`` × ``pp`` ranks.
 
-    ``advertise`` is the address at which other hosts reach this one, where it
-    listens on all (``host = "0.0.0.0"``). ``mode`` forces how a prefill worker
-    sends, which otherwise it chooses itself by what it has measured.
+    ``advertise`` is the address at which other hosts reach a worker that listens on all
+    addresses. ``mode`` forces a transfer mode; without it a prefill worker chooses.
     """
 
     name: str = ""
@@ -83,25 +79,18 @@ class WorkerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def parallel(self) -> Parallel:
-        """How it shards."""
+        """The sharding."""
         return Parallel(tp=self.tp, pp=len(self.stages) or self.pp, stages=self.stages)
 
     def layout(self, config: ModelConfig) -> Layout:
-        """How its ranks hold the model's cache."""
+        """Return the layout of the model's cache."""
         return layout_for(
             config, self.parallel, page_tokens=self.page, order=self.order, dtype=self.dtype
         )
 
-    def engine(self) -> dict[str, Any]:
-        """The fields of its ``EngineOptions``."""
-        same = ("device", "threads", "cache_tokens", "max_requests", "step_tokens", "prefix_cache")
-        fields = {name: getattr(self, name) for name in same}
-        fields |= {"page_tokens": self.page, "order": self.order, "dtype": self.dtype}
-        return fields | {"parallel": msgspec.to_builtins(self.parallel)}
-
 
 class ClusterDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All of it. An empty ``model`` is the default one."""
+    """A whole cluster. An empty ``model`` is the default one."""
 
     model: str = ""
     transport: str = "auto"
@@ -113,8 +102,20 @@ class ClusterDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     decode: tuple[WorkerSection, ...] = ()
 
     def workers(self) -> list[NamedProcess]:
-        """Every worker, under its own name."""
-        return [*_named(WorkerRole.PREFILL, self.prefill), *_named(WorkerRole.DECODE, self.decode)]
+        """Return every worker; ``prefill-0``, ``prefill-1``, … unless it has a name."""
+        workers: list[NamedProcess] = []
+        sides = (WorkerRole.PREFILL, self.prefill), (WorkerRole.DECODE, self.decode)
+        for part, sections in sides:
+            before = len(workers)
+            for section in sections:
+                for i in range(section.instances):
+                    name = section.name or f"{part}-{len(workers) - before}"
+                    if section.name and section.instances > 1:
+                        name = f"{section.name}-{i}"
+                    # Only one instance can have the port; the others take any.
+                    own = section if i == 0 else msgspec.structs.replace(section, port=0)
+                    workers.append(NamedProcess(name, part, own))
+        return workers
 
 
 class ModelFolder(NamedTuple):
@@ -132,25 +133,8 @@ class NamedProcess(NamedTuple):
     section: WorkerSection
 
 
-def _named(part: WorkerRole, sections: Iterable[WorkerSection]) -> list[NamedProcess]:
-    """``prefill-0``, ``prefill-1``, … but for those that have a name."""
-    workers: list[NamedProcess] = []
-    for section in sections:
-        for i in range(section.instances):
-            name = section.name or f"{part}-{len(workers)}"
-            if section.name and section.instances > 1:
-                name = f"{section.name}-{i}"
-            # A port can be had once; the others take any.
-            own = section if i == 0 else msgspec.structs.replace(section, port=0)
-            workers.append(NamedProcess(name, part, own))
-    return workers
-
-
-# ---------------------------------------------------------------- files
-
-
 def read_cluster(name: str) -> ClusterDescription:
-    """A description out of a file; paths in it are relative to where it lies."""
+    """Read a description from a file; paths in it are relative to the file."""
     path = Path(name)
     try:
         with path.open("rb") as file:
@@ -165,17 +149,12 @@ def read_cluster(name: str) -> ClusterDescription:
     if cluster.router.discovery or cluster.router.key:
         raise InputError(f"{name}: [router] takes discovery and key from the whole file; {SEE}")
     key = str(path.parent / cluster.key) if cluster.key else None
-    model = cluster.model
-    if "/" in model:
-        model = str(path.parent / model)
+    model = str(path.parent / cluster.model) if "/" in cluster.model else cluster.model
     return msgspec.structs.replace(cluster, key=key, model=model)
 
 
-# ---------------------------------------------------------------- what fits
-
-
 def check(cluster: ClusterDescription, model: ModelFolder) -> None:
-    """Refuse what can't work, in one sentence."""
+    """Refuse a cluster that cannot work."""
     workers = cluster.workers()
     names = [worker.name for worker in workers]
     twice = {name for name in names if names.count(name) > 1}
@@ -188,26 +167,26 @@ def check(cluster: ClusterDescription, model: ModelFolder) -> None:
         raise InputError("prefill chooses the transfer mode; put it into a [[prefill]] section")
     try:
         config = ModelConfig.load(model.folder)
-        layouts = [(worker.part, worker.section.layout(config)) for worker in workers]
-        for part, source in layouts:
-            for other, target in layouts:
-                if (part, other) == (WorkerRole.PREFILL, WorkerRole.DECODE):
-                    reshard(source, target)
+        sources = [section.layout(config) for section in cluster.prefill]
+        targets = [section.layout(config) for section in cluster.decode]
+        for source in sources:
+            for target in targets:
+                reshard(source, target)
     except Refused as refused:
         raise InputError("; ".join(reason.message for reason in refused.reasons)) from None
 
 
-# ---------------------------------------------------------------- options of the parts
+# ---------------------------------------------------------------- options of ``run_part``
 
 
 def discovery_options(cluster: ClusterDescription) -> dict[str, Any]:
-    """What ``parts.run_part`` takes for the discovery service."""
+    """Return the options of the discovery service."""
     section = cluster.discovery
     return {"host": section.host, "port": section.port, "key": cluster.key}
 
 
 def router_options(cluster: ClusterDescription, discovery: str | None) -> dict[str, Any]:
-    """And for the router."""
+    """Return the options of the router."""
     own = msgspec.structs.replace(cluster.router, discovery=discovery, key=cluster.key)
     fields: dict[str, Any] = msgspec.to_builtins(own)
     return fields
@@ -216,18 +195,28 @@ def router_options(cluster: ClusterDescription, discovery: str | None) -> dict[s
 def worker_options(
     cluster: ClusterDescription, worker: NamedProcess, model: ModelFolder, discovery: str | None
 ) -> dict[str, Any]:
-    """And for a worker. Its own deadlines are the router's, for callers without one.
-
-    What the router would give up is given up by the worker too, and sooner.
-    """
+    """Return the options of a worker; its deadlines are the router's."""
     section = worker.section
+    engine = {
+        "parallel": section.parallel,
+        "page_tokens": section.page,
+        "order": section.order,
+        "dtype": section.dtype,
+        "device": section.device,
+        "threads": section.threads,
+        "cache_tokens": section.cache_tokens,
+        "max_requests": section.max_requests,
+        "step_tokens": section.step_tokens,
+        "prefix_cache": section.prefix_cache,
+        "lost_s": cluster.router.lost_s,
+    }
     fields: dict[str, Any] = msgspec.to_builtins(
         {
             "role": worker.part,
             "name": worker.name,
             "folder": str(model.folder),
             "model": model.name,
-            "engine": section.engine() | {"lost_s": cluster.router.lost_s},
+            "engine": engine,
             "transport": cluster.transport,
             "discovery": discovery,
             "key_file": cluster.key,

@@ -1,12 +1,9 @@
-"""Pages and state rows: who has which, and which pages can serve again.
+"""Allocation of cache pages and state rows, with prefix caching.
 
-Pure bookkeeping on the driver; no tensor is touched here. A page is in exactly
-one of three places: free, in use by one or more requests, or kept (unused, but
-its contents are known and may serve a request with the same beginning). Kept
-pages are given up least recently used first.
-
-Contents are known by a chain of digests: a full page's key covers its tokens and
-the key of the page before it, so equal keys mean equal beginnings.
+A page is in exactly one of three places: free, in use by one or more requests, or kept
+(unused, but with known contents that a request with the same prefix can share). Kept pages
+are evicted least recently used first. A full page's key is a digest of its tokens and the
+key of the page before it, so equal keys mean equal prefixes.
 """
 
 from __future__ import annotations
@@ -14,30 +11,25 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 from kvferry import Misuse
 
 
+@dataclass(eq=False, slots=True)
 class BlockAllocation:
-    """The pages of one request, in token order, and its state row.
+    """One request's pages in token order, and its state row; ``prefix`` tokens are shared."""
 
-    The first ``prefix`` tokens were there already, in pages that it shares.
-    """
-
-    def __init__(self, pages: list[int], row: int | None, prefix: int, keys: list[bytes]) -> None:
-        self.pages = pages
-        self.row = row
-        self.prefix = prefix
-        self.keys = keys
-        self.released = False
-
-    def __repr__(self) -> str:
-        return f"<BlockAllocation pages={self.pages} row={self.row} prefix={self.prefix}>"
+    pages: list[int]
+    row: int | None
+    prefix: int
+    keys: list[bytes]
+    released: bool = False
 
 
 class Blocks:
-    """All pages and rows of an instance; every rank has the same ones."""
+    """All pages and rows of an instance; every rank has the same numbers."""
 
     def __init__(
         self, num_pages: int, page_tokens: int, *, num_rows: int = 0, keep: bool = True
@@ -56,29 +48,29 @@ class Blocks:
 
     @property
     def num_available(self) -> int:
-        """Pages that a new request could get."""
+        """Pages that a new request can get."""
         return len(self._free) + len(self._kept)
 
     @property
     def num_used(self) -> int:
-        """Pages that some request has."""
+        """Pages in use by requests."""
         return self.num_pages - self.num_available
 
     @property
     def num_used_rows(self) -> int:
-        """State rows that some request has."""
+        """State rows in use by requests."""
         return self._num_rows - len(self._free_rows)
 
     def pages_for(self, num_tokens: int) -> int:
-        """How many pages that many tokens need."""
+        """Return the number of pages for this many tokens."""
         return -(-num_tokens // self.page_tokens)
 
     def allocate(
         self, prompt: Sequence[int], num_tokens: int, reuse: int
     ) -> BlockAllocation | None:
-        """Pages for ``num_tokens``, of which at most the first ``reuse`` may be shared ones.
+        """Allocate pages for ``num_tokens``; only the first ``reuse`` tokens may be shared.
 
-        None when there are not enough; then nothing has changed.
+        Return None, with nothing changed, if there are not enough pages or rows.
         """
         keys, shared = self._find(prompt[:reuse])
         num_new = self.pages_for(num_tokens) - len(shared)
@@ -94,7 +86,7 @@ class Blocks:
         return BlockAllocation(pages, row, len(shared) * self.page_tokens, keys)
 
     def publish(self, allocation: BlockAllocation, tokens: Sequence[int]) -> None:
-        """The contents of these first tokens are in place: let later requests share full pages."""
+        """Make full pages of these first tokens, whose entries are written, shareable."""
         if not self._keep:
             return
         known = len(allocation.keys)
@@ -102,16 +94,16 @@ class Blocks:
         pages = allocation.pages[known:]
         for page, key in zip(pages, self._chain(tokens, known, last), strict=False):
             allocation.keys.append(key)
-            # Someone else's page with the same contents stays the one to share.
+            # If another page has the same contents, that one stays the shared one.
             if self._page_of.setdefault(key, page) == page:
                 self._key_of[page] = key
 
     def release(self, allocation: BlockAllocation) -> None:
-        """Give everything back, once."""
+        """Give back the pages and the row of a request, once."""
         if allocation.released:
             raise Misuse("these pages were given back before; release a request once")
         allocation.released = True
-        # Backwards, so that the end of a prompt is given up before its beginning.
+        # Backwards, so that the end of a prompt is evicted before its beginning.
         for page in reversed(allocation.pages):
             self._users[page] -= 1
             if self._users[page]:
@@ -135,7 +127,7 @@ class Blocks:
         assert len(set(self._free_rows)) == len(self._free_rows)
 
     def _find(self, prompt: Sequence[int]) -> tuple[list[bytes], list[int]]:
-        """The longest beginning whose pages are known."""
+        """Return keys and pages of the longest known prefix."""
         keys: list[bytes] = []
         pages: list[int] = []
         for key in self._chain(prompt, 0, b"") if self._keep else ():
@@ -146,7 +138,7 @@ class Blocks:
         return keys, pages
 
     def _chain(self, tokens: Sequence[int], first_page: int, last: bytes) -> Iterator[bytes]:
-        """The keys of the full pages from ``first_page`` on."""
+        """Yield the keys of the full pages from ``first_page`` on."""
         size = self.page_tokens
         for start in range(first_page * size, len(tokens) - size + 1, size):
             page = array("q", tokens[start : start + size]).tobytes()
@@ -154,7 +146,6 @@ class Blocks:
             yield last
 
     def _take(self) -> int:
-        """A page to write into: a free one, else the kept one that was used longest ago."""
         if self._free:
             page = self._free.popleft()
         else:

@@ -1,9 +1,4 @@
-"""A rank's cache memory: a single block, and a tensor view of each layer in it.
-
-One block, so that a transport registers one region whatever the model's depth.
-The caller may provide it (shared memory for the shm transport); it must be zeroed,
-because attention reads pages that are not written yet, under a mask.
-"""
+"""One rank's cache memory: a single region, and a tensor view of each layer in it."""
 
 from __future__ import annotations
 
@@ -30,9 +25,7 @@ from kvferry import (
     find_shard,
 )
 
-Allocate = Callable[[int], NDArray[np.uint8]]
-
-# Each layer begins on a memory page: copies of whole pages are aligned on any host.
+# Each layer begins on a memory page, so that copies of whole pages are aligned.
 ALIGNMENT = 4096
 TORCH_DTYPES = {
     DType.FLOAT64: torch.float64,
@@ -43,12 +36,16 @@ TORCH_DTYPES = {
 
 
 def zeroed(num_bytes: int) -> NDArray[np.uint8]:
-    """Plain host memory, for an engine whose cache nobody else writes."""
+    """Allocate plain host memory, for an engine without a transport."""
     return np.zeros(num_bytes, dtype=np.uint8)
 
 
 class RankCache:
-    """What one rank holds: ``pools`` says where everything is inside ``region``."""
+    """One rank's cache: a single region, and a tensor view of each layer in it.
+
+    A single region means one registration with a transport. ``allocate`` must return zeroed
+    memory, because attention reads unwritten entries under a mask.
+    """
 
     def __init__(
         self,
@@ -58,7 +55,7 @@ class RankCache:
         num_pages: int,
         num_rows: int,
         device: torch.device,
-        allocate: Allocate = zeroed,
+        allocate: Callable[[int], NDArray[np.uint8]] = zeroed,
     ) -> None:
         self.layout = layout
         self.rank = rank
@@ -68,13 +65,13 @@ class RankCache:
             self.memory = torch.from_numpy(allocate(num_bytes))
         else:
             self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-            # The zeros are only queued, and what a peer writes would not wait for them.
+            # A peer's writes do not wait for the queued zeroing, so finish it here.
             torch.cuda.synchronize(device)
         place = Device(device.type, device.index or 0)
         self.region = Region(self.memory.data_ptr(), num_bytes, place)
 
     def layer(self, group: str, tensor: str, layer: int) -> Tensor:
-        """One layer of one tensor: [pages, tokens, units, elements], or [rows, units, elements].
+        """Return one layer: [pages, tokens, units, elements], or [rows, units, elements].
 
         The shape is the same in both orders; only the strides differ.
         """
@@ -94,14 +91,13 @@ class RankCache:
 
 
 def one_region(pools: Pools) -> Pools:
-    """The same pools one behind the other in a single region."""
+    """Return the same pools, one behind the other in a single region."""
     starts = [0]
     for num_bytes in pools.region_bytes:
         starts.append(starts[-1] + -(-num_bytes // ALIGNMENT) * ALIGNMENT)
-    placements = tuple(_moved(placement, starts) for placement in pools.map.placements)
-    return Pools(PoolMap(placements), (starts[-1],))
 
+    def moved(placement: Placement) -> Placement:
+        bases = tuple(Base(b.layer, 0, starts[b.region] + b.offset) for b in placement.bases)
+        return replace(placement, bases=bases)
 
-def _moved(placement: Placement, starts: list[int]) -> Placement:
-    bases = tuple(Base(b.layer, 0, starts[b.region] + b.offset) for b in placement.bases)
-    return replace(placement, bases=bases)
+    return Pools(PoolMap(tuple(map(moved, pools.map.placements))), (starts[-1],))

@@ -1,24 +1,19 @@
 """The engine: requests in, tokens and text out, one step at a time.
 
-``Engine`` belongs to one thread, which calls ``step`` in a loop. It ties together
-the scheduler (what runs), the ranks (who runs it) and the text of each answer.
+``Engine`` belongs to one thread, which calls ``step`` in a loop. In the roles PREFILL and
+DECODE the engine computes one half of a request, and the caller moves the cache:
 
-In the role PREFILL or DECODE a request's pages are also a transfer's business.
-The engine then does its half and says so; the caller moves the cache:
+- PREFILL: ``Admitted``, a ``Computed`` per chunk, then ``Produced`` with the first token.
+  Each rank's extension saw the same chunks. ``release`` ends the request.
+- DECODE: ``Admitted`` with the pages to fill after the cached prefix. Then the caller calls
+  ``arrived`` (all ranks have it), ``recompute`` (do without), or ``cancel`` and ``release``.
 
-- PREFILL: ``Admitted``, a ``Computed`` for each chunk, then ``Produced`` with the
-  first token. On every rank the extension saw the same chunks. ``release`` ends it.
-- DECODE: ``Admitted`` with the pages to fill, behind a prefix that is there
-  already. Then ``arrived`` (all ranks have it), ``recompute`` (do without), or
-  ``cancel`` and ``release``.
-
-A request for which no token can be chosen is cancelled, with ``SampleFailed``. Any
-other exception in a step ends the engine, because its ranks may disagree from then on.
+A request whose token cannot be sampled is cancelled, with ``SampleFailed``. Any other
+exception in a step ends the engine, because its ranks may disagree from then on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -28,7 +23,6 @@ import torch
 from kvferry import DType, InputError, Order, Parallel
 from kvferry.reference.engine.blocks import Blocks
 from kvferry.reference.engine.cache import TORCH_DTYPES
-from kvferry.reference.engine.layouts import layout_for
 from kvferry.reference.engine.requests import (
     Computed,
     EngineRequest,
@@ -37,22 +31,24 @@ from kvferry.reference.engine.requests import (
     Noted,
     Output,
     Produced,
+    RequestWork,
+    Sample,
+    StepPlan,
+    StepResult,
 )
-from kvferry.reference.engine.scheduler import Active, RequestPhase, Scheduler
-from kvferry.reference.engine.steps import RequestWork, Sample, StepPlan, StepResult
+from kvferry.reference.engine.scheduler import RequestPhase, Scheduler
 from kvferry.reference.engine.text import TextStream
-from kvferry.reference.models.config import ModelConfig
+from kvferry.reference.models.config import ModelConfig, layout_for
 from kvferry.reference.models.tokenizer import Tokenizer
-from kvferry.reference.ranks.processes import RankLost, Ranks
+from kvferry.reference.ranks.processes import Ranks
 from kvferry.reference.ranks.rank import MakeExtension, RankSetup, RankWorker, no_extension
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How an engine shards, pages and batches. ``threads`` is for each rank.
+    """How an engine shards, pages and batches. ``threads`` is per rank.
 
-    ``step_tokens`` bounds the tokens of one step, and so the length of a chunk. The
-    ranks have ``timeout_s`` to start and to hear each other. Once they run, one that is
-    silent for half of ``lost_s``, or a step that takes longer than that, ends the engine.
+    ``step_tokens`` bounds the tokens of one step, and so the length of a chunk. Ranks have
+    ``timeout_s`` to start; a step in which a rank does not answer for ``lost_s`` ends the engine.
     """
 
     parallel: Parallel = Parallel()
@@ -81,7 +77,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Engine:
-    """One instance of a model on one or more ranks. Close it when done."""
+    """One instance of a model on one or more ranks; close it when done."""
 
     def __init__(
         self,
@@ -100,30 +96,29 @@ class Engine:
             order=options.order,
             dtype=options.dtype,
         )
-        _demand_device(options)
+        _demand_gpus(options)
         is_hybrid = self.config.linear is not None
         num_rows = options.max_requests if is_hybrid else 0
-        self.scheduler = Scheduler(
-            # A state is the sum of all that came before: there is none to share at a page's end.
-            Blocks(
-                -(-options.cache_tokens // options.page_tokens),
-                options.page_tokens,
-                num_rows=num_rows,
-                keep=options.prefix_cache and not is_hybrid,
-            ),
-            step_tokens=options.step_tokens,
-            max_requests=options.max_requests,
+        blocks = Blocks(
+            -(-options.cache_tokens // options.page_tokens),
+            options.page_tokens,
+            num_rows=num_rows,
+            # A recurrent state covers all tokens before it, so no page boundary can be shared.
+            keep=options.prefix_cache and not is_hybrid,
         )
-        # Requests in the step that is running; after an exception, those that may have caused it.
+        self.scheduler = Scheduler(
+            blocks, step_tokens=options.step_tokens, max_requests=options.max_requests
+        )
+        # Requests in the running step; after an exception, those that may have caused it.
         self.in_step: frozenset[str] = frozenset()
         self._commands: list[bytes] = []
         self._texts: dict[str, TextStream] = {}
-        self._ranks = Ranks(
+        self.ranks = Ranks(
             RankSetup(
                 folder=folder,
                 config=self.config,
                 layout=self.layout,
-                num_pages=self.scheduler.blocks.num_pages,
+                num_pages=blocks.num_pages,
                 num_rows=num_rows,
                 device=options.device,
                 dtype=TORCH_DTYPES[options.dtype],
@@ -136,21 +131,12 @@ class Engine:
 
     @property
     def worker(self) -> RankWorker:
-        """Rank 0, which lives in this process."""
-        return self._ranks.worker
-
-    @property
-    def figures(self) -> list[str]:
-        """What ranks of other processes count, for Prometheus. For any thread."""
-        return self._ranks.figures
-
-    def on_lost(self, told: Callable[[RankLost], None]) -> None:
-        """Have it told, by another thread, when a rank is silent or a step does not end."""
-        self._ranks.on_lost = told
+        """Rank 0, which runs in this process."""
+        return self.ranks.worker
 
     @property
     def idle(self) -> bool:
-        """Whether no request is known."""
+        """Whether the engine has no request."""
         return not (self.scheduler.num_waiting or self.scheduler.num_active)
 
     def __enter__(self) -> Engine:
@@ -166,10 +152,10 @@ class Engine:
 
     def close(self) -> None:
         """End every rank. Idempotent."""
-        self._ranks.close()
+        self.ranks.close()
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request; refuses one that could never run."""
+        """Queue a request; refuse one that can never run."""
         length = request.reserved_tokens
         if length > self.config.max_tokens:
             raise InputError(
@@ -182,32 +168,33 @@ class Engine:
         self._texts[request.id] = TextStream(self.tokenizer.decode, request.stop)
 
     def post(self, command: bytes) -> None:
-        """Send a command to every rank's extension, with the next step."""
+        """Send a command to every rank's extension with the next step."""
         self._commands.append(command)
 
     def step(self, *, poll: bool = False) -> list[Output]:
-        """Run one step, if there is work or a command; ``poll`` asks the extensions anyway."""
+        """Run one step if there is work or a command; ``poll`` asks the extensions anyway."""
         outputs: list[Output] = [*self.scheduler.admit()]
         plan = StepPlan(works=self.scheduler.plan(), commands=self._commands)
         if not (plan.works or plan.commands or poll):
             return outputs
         self._commands = []
         self.in_step = frozenset(work.request for work in plan.works)
-        results = self._ranks.run(plan)
+        results = self.ranks.run(plan)
         self.in_step = frozenset()
-        return [*outputs, *self._settle(plan.works, results)]
+        return [*outputs, *self._outputs(plan.works, results)]
 
-    def _settle(self, works: list[RequestWork], results: list[StepResult]) -> list[Output]:
+    def _outputs(self, works: list[RequestWork], results: list[StepResult]) -> list[Output]:
         outputs: list[Output] = []
         for work in works:
             in_prompt = self.scheduler.get(work.request).phase is RequestPhase.PREFILL
             self.scheduler.ran(work)
             if in_prompt:
                 outputs.append(Computed(work.request, work.first, work.end))
-        for sample in results[self.layout.lead].samples:
+        lead = results[self.layout.lead]
+        for sample in lead.samples:
             self.scheduler.sampled(sample.request, sample.token)
             outputs.append(self._produce(sample))
-        for failure in results[self.layout.lead].failures:
+        for failure in lead.failures:
             self.cancel(failure.request)
             outputs.append(failure)
         outputs += [
@@ -216,58 +203,52 @@ class Engine:
         return outputs
 
     def _produce(self, sample: Sample) -> Produced:
-        """Add a token to its answer, and end the answer where it ends."""
-        active = self.scheduler.get(sample.request)
-        request, text = active.request, self._texts[sample.request]
-        if request.role is EngineRole.PREFILL:
+        """Add a token to its answer, and finish the answer if the token ends it."""
+        if self.scheduler.get(sample.request).request.role is EngineRole.PREFILL:
             return Produced(sample.request, sample)
-        shown, finish = self._show(active, text, sample.token)
+        shown, finish = self._show(sample)
         if finish is not None:
             self.scheduler.finish(sample.request)
             del self._texts[sample.request]
         return Produced(sample.request, sample, shown, finish)
 
-    def _show(
-        self, active: Active, text: TextStream, token: int
-    ) -> tuple[str, FinishReason | None]:
-        """The text that a token brings, and whether it ends the answer. The end has no text."""
-        request = active.request
-        ends = () if request.ignore_end else self.config.end_tokens
-        if token in (*request.stop_tokens, *ends):
+    def _show(self, sample: Sample) -> tuple[str, FinishReason | None]:
+        active, text = self.scheduler.get(sample.request), self._texts[sample.request]
+        if sample.token in self.config.end_tokens and not active.request.ignore_end:
             return text.end(), FinishReason.STOP
-        shown = text.push(token)
+        shown = text.push(sample.token)
         if text.stopped:
             return shown, FinishReason.STOP
-        if active.num_produced >= request.max_tokens:
+        if active.num_produced >= active.request.max_tokens:
             shown += text.end()
             return shown, FinishReason.STOP if text.stopped else FinishReason.LENGTH
         return shown, None
 
     def cancel(self, request_id: str) -> bool:
-        """Stop a request, if it is still known; say whether ``release`` has yet to be called."""
+        """Stop a request if it is known; return whether ``release`` has yet to be called."""
         pinned = self.scheduler.cancel(request_id)
         if not pinned:
             self._texts.pop(request_id, None)
         return pinned
 
     def release(self, request_id: str) -> None:
-        """No transfer touches the request's pages any more: free them."""
+        """Free the pages of a request that no transfer touches any more."""
         self.scheduler.release(request_id)
         del self._texts[request_id]
 
     def arrived(self, request_id: str, first: Sample) -> Produced:
-        """The prompt's cache is in place on every rank, and this is its first token."""
+        """Begin to decode: every rank has the prompt's cache; ``first`` is the first token."""
         if not 0 <= first.token < self.config.vocab:
             raise InputError(f"the first token must be in 0..{self.config.vocab - 1}")
         self.scheduler.arrived(request_id, first.token)
         return self._produce(msgspec.structs.replace(first, request=request_id))
 
     def recompute(self, request_id: str) -> None:
-        """Compute the prompt here; the transfer into its pages must be over."""
+        """Compute the prompt here; the transfer into its pages must have ended."""
         self.scheduler.recompute(request_id)
 
 
-def _demand_device(options: EngineOptions) -> None:
+def _demand_gpus(options: EngineOptions) -> None:
     if options.device == "cpu":
         return
     num_ranks, num_gpus = options.parallel.num_ranks, torch.cuda.device_count()

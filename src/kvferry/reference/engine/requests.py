@@ -1,4 +1,8 @@
-"""Requests: what a caller asks of an engine, and what an engine tells its caller."""
+"""Types that pass between an engine, its caller and its ranks.
+
+A ``StepPlan`` is complete: a rank keeps nothing about a request between steps except
+what is in its cache, so ranks cannot disagree.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,46 @@ from enum import StrEnum, auto
 import msgspec
 
 from kvferry import InputError
-from kvferry.reference.engine.steps import Sample, SampleFailed, Sampling
 
 MAX_STOPS = 16
+# As in vLLM, a smaller temperature means greedy: dividing by it would only lose precision.
+MIN_TEMPERATURE = 1e-5
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the next token is chosen.
+
+    The choice depends only on the logits, the seed and the position, so it is the same on
+    whichever instance it is made. ``logprobs`` is the number of alternatives to report.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        # NaN fails the comparisons and is refused too.
+        if not 0 <= self.temperature <= 2:
+            raise InputError(f"temperature must be from 0 to 2, not {self.temperature}")
+        if not 0 <= self.top_p <= 1:
+            raise InputError(f"top_p must be from 0 to 1, not {self.top_p}")
+        if not -(1 << 63) <= self.seed < 1 << 63:
+            raise InputError("seed must be a 64-bit whole number")
+        if self.logprobs is not None and self.logprobs < 0:
+            raise InputError(f"logprobs must be at least 0, not {self.logprobs}")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken."""
+        return self.temperature < MIN_TEMPERATURE
 
 
 class EngineRole(StrEnum):
-    """Which part of a request this engine computes.
+    """Which part of a request an engine computes.
 
-    WHOLE: prompt and answer. PREFILL: the prompt and the first token; its pages
-    stay until ``release``. DECODE: the prompt's cache comes from elsewhere into
-    pages that the engine reserves; it goes on after ``arrived``.
+    WHOLE: prompt and answer. PREFILL: the prompt and the first token; the pages stay until
+    ``release``. DECODE: the pages are filled by a transfer; decoding begins after ``arrived``.
     """
 
     WHOLE = auto()
@@ -26,17 +59,13 @@ class EngineRole(StrEnum):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt and how to continue it. ``stop`` are strings, ``stop_tokens`` ids.
-
-    The model's own end tokens stop a request too, unless ``ignore_end``.
-    """
+    """One prompt and how to continue it. The model's end tokens stop it unless ``ignore_end``."""
 
     id: str
     prompt: tuple[int, ...]
     max_tokens: int = 16
     sampling: Sampling = Sampling()
     stop: tuple[str, ...] = ()
-    stop_tokens: tuple[int, ...] = ()
     ignore_end: bool = False
     role: EngineRole = EngineRole.WHOLE
 
@@ -50,7 +79,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reserved_tokens(self) -> int:
-        """Tokens whose cache must have room from the start, so that it never runs out of it."""
+        """Tokens that get pages at admission, so that a running request never lacks one."""
         answer = 0 if self.role is EngineRole.PREFILL else self.max_tokens
         return len(self.prompt) + answer
 
@@ -62,8 +91,65 @@ class FinishReason(StrEnum):
     LENGTH = auto()
 
 
+# ---------------------------------------------------------------- a step
+
+
+class RequestWork(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of one request to run: a chunk of its prompt, or the token it sampled last.
+
+    ``first`` is the position of the first token. ``sampling`` is set if a token is to be
+    sampled after the last one.
+    """
+
+    request: str
+    tokens: list[int]
+    first: int
+    pages: list[int]
+    row: int | None
+    sampling: Sampling | None
+
+    @property
+    def end(self) -> int:
+        """One past the position of the last token."""
+        return self.first + len(self.tokens)
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One step of every rank. ``commands`` are for the ranks' extensions."""
+
+    works: list[RequestWork] = []
+    commands: list[bytes] = []
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """A chosen token. ``top`` has (token, logprob) of the most likely ones if asked for."""
+
+    request: str
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class SampleFailed(msgspec.Struct, frozen=True):
+    """No token could be chosen for this request; other requests of the step are unaffected."""
+
+    request: str
+    reason: str
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """One rank's answer to a plan: samples from the lead rank, notes from its extension."""
+
+    samples: list[Sample] = []
+    failures: list[SampleFailed] = []
+    notes: list[bytes] = []
+
+
+# ---------------------------------------------------------------- outputs of an engine
+
+
 class Admitted(msgspec.Struct, frozen=True):
-    """The request has its pages. The first ``prefix`` tokens are in them already."""
+    """The request has its pages; they already contain the first ``prefix`` tokens."""
 
     request: str
     pages: list[int]
@@ -89,7 +175,7 @@ class Produced(msgspec.Struct, frozen=True):
 
 
 class Noted(msgspec.Struct, frozen=True):
-    """What a rank's extension has to say."""
+    """A note from one rank's extension."""
 
     rank: int
     note: bytes

@@ -1,9 +1,8 @@
 """The scheduler: which tokens run in the next step. Pure: no tensors, processes or clocks.
 
-A request is admitted when pages for its prompt and its longest answer are there,
-so nothing that runs is ever preempted. In each step every decoding request runs
-one token, and prompts fill up what is left of the step's budget, in the order
-they came, in chunks that end where a page does.
+A request is admitted when there are pages for its prompt and its longest answer, so no
+running request is preempted. In each step every decoding request runs one token. Prompts use
+the rest of the step's budget in order of arrival, in chunks that end on a page boundary.
 
     WAITING ── admit ──▶ PREFILL ── last chunk ──▶ DECODE ── finish ──▶ (gone)
        ▲                    │ (role PREFILL)         ▲
@@ -12,8 +11,8 @@ they came, in chunks that end where a page does.
        └─ recompute ── ARRIVING ── arrived ──────────┘
                        (role DECODE)
 
-Pages that a transfer may touch (HELD, ARRIVING, and PREFILL in the role of that
-name) are given back by ``release`` alone; ``cancel`` only stops the work on them.
+Only ``release`` gives back pages that a transfer may touch (HELD, ARRIVING, and all of role
+PREFILL); ``cancel`` merely stops the computation.
 """
 
 from __future__ import annotations
@@ -25,12 +24,11 @@ from msgspec.structs import replace
 
 from kvferry import InputError, Misuse
 from kvferry.reference.engine.blocks import BlockAllocation, Blocks
-from kvferry.reference.engine.requests import Admitted, EngineRequest, EngineRole
-from kvferry.reference.engine.steps import Past, RequestWork
+from kvferry.reference.engine.requests import Admitted, EngineRequest, EngineRole, RequestWork
 
 
 class RequestPhase(Enum):
-    """Where an admitted request stands."""
+    """State of an admitted request."""
 
     PREFILL = auto()
     DECODE = auto()
@@ -39,16 +37,15 @@ class RequestPhase(Enum):
 
 
 class Active:
-    """A request with pages. ``computed`` tokens have their entries in them."""
+    """A request with pages, which contain its first ``computed`` tokens."""
 
     def __init__(self, request: EngineRequest, allocation: BlockAllocation) -> None:
         self.request = request
         self.allocation = allocation
         self.tokens = list(request.prompt)
         self.computed = allocation.prefix
-        self.phase = (
-            RequestPhase.ARRIVING if request.role is EngineRole.DECODE else RequestPhase.PREFILL
-        )
+        is_decode = request.role is EngineRole.DECODE
+        self.phase = RequestPhase.ARRIVING if is_decode else RequestPhase.PREFILL
 
     @property
     def pinned(self) -> bool:
@@ -61,24 +58,16 @@ class Active:
         """Tokens of the answer so far."""
         return len(self.tokens) - len(self.request.prompt)
 
-    @property
-    def past(self) -> Past:
-        """All tokens so far."""
-        num_prompt = len(self.request.prompt)
-        return Past(self.tokens[:num_prompt], self.tokens[num_prompt:])
-
-    def __repr__(self) -> str:
-        return f"<{self.request.id} {self.phase.name} {self.computed}/{len(self.tokens)}>"
-
 
 class Scheduler:
-    """The queue, the admitted requests and their pages."""
+    """The waiting queue, the admitted requests and their pages."""
 
     def __init__(self, blocks: Blocks, *, step_tokens: int, max_requests: int) -> None:
-        if step_tokens < max_requests + blocks.page_tokens:
+        least = max_requests + blocks.page_tokens
+        if step_tokens < least:
             raise InputError(
-                f"step_tokens={step_tokens} must be at least max_requests + page_tokens = "
-                f"{max_requests + blocks.page_tokens}, or prompts could wait for ever"
+                f"step_tokens={step_tokens} must be at least max_requests + page_tokens = {least}, "
+                f"or prompts could wait for ever"
             )
         self.blocks = blocks
         self._step_tokens = step_tokens
@@ -97,7 +86,7 @@ class Scheduler:
         return len(self._active)
 
     def add(self, request: EngineRequest) -> None:
-        """Put a request at the end of the queue."""
+        """Append a request to the queue; refuse one that can never be admitted."""
         if request.id in self._active or any(r.id == request.id for r in self._waiting):
             raise InputError(f"request {request.id!r} is known already; give it another id")
         if self.blocks.pages_for(request.reserved_tokens) > self.blocks.num_pages:
@@ -109,17 +98,17 @@ class Scheduler:
         self._waiting.append(request)
 
     def get(self, request_id: str) -> Active:
-        """An admitted request."""
+        """Return an admitted request."""
         if request_id not in self._active:
             raise Misuse(f"request {request_id!r} has no pages; it ended or still waits")
         return self._active[request_id]
 
     def admit(self) -> list[Admitted]:
-        """Give pages to waiting requests, in order, as long as there are enough."""
+        """Give pages to waiting requests, in order, while there are enough."""
         admitted = []
         while self._waiting and len(self._active) < self._max_requests:
             request = self._waiting[0]
-            # Someone has to compute the last token for its logits; in decode others did.
+            # The last token must be computed for its logits; with role DECODE, prefill does that.
             reuse = len(request.prompt) - (request.role is not EngineRole.DECODE)
             allocation = self.blocks.allocate(request.prompt, request.reserved_tokens, reuse)
             if allocation is None:
@@ -131,20 +120,17 @@ class Scheduler:
         return admitted
 
     def plan(self) -> list[RequestWork]:
-        """The next step's work; empty where nothing can run."""
-        works = [
-            self._work(active, 1)
-            for active in self._active.values()
-            if active.phase is RequestPhase.DECODE
-        ]
+        """Return the next step's work; empty if nothing can run."""
+        active = self._active.values()
+        works = [self._work(one, 1) for one in active if one.phase is RequestPhase.DECODE]
         budget = self._step_tokens - len(works)
-        for active in self._active.values():
-            if active.phase is not RequestPhase.PREFILL:
+        for one in active:
+            if one.phase is not RequestPhase.PREFILL:
                 continue
-            size = self._chunk(active, budget)
+            size = self._chunk(one, budget)
             if not size:
                 break
-            works.append(self._work(active, size))
+            works.append(self._work(one, size))
             budget -= size
         return works
 
@@ -156,25 +142,23 @@ class Scheduler:
 
     def _work(self, active: Active, size: int) -> RequestWork:
         end = active.computed + size
-        sampling = active.request.sampling if end == len(active.tokens) else None
         return RequestWork(
             request=active.request.id,
             tokens=active.tokens[active.computed : end],
             first=active.computed,
             pages=active.allocation.pages[: self.blocks.pages_for(end)],
             row=active.allocation.row,
-            sampling=sampling,
-            past=active.past if sampling is not None and sampling.looks_back else None,
+            sampling=active.request.sampling if end == len(active.tokens) else None,
         )
 
     def ran(self, work: RequestWork) -> None:
-        """The work's entries are in the pages."""
+        """Record that the work's entries are in the pages."""
         active = self.get(work.request)
         active.computed = work.end
         self.blocks.publish(active.allocation, active.tokens[: work.end])
 
     def sampled(self, request_id: str, token: int) -> None:
-        """The request's next token is known."""
+        """Record a request's next token."""
         active = self.get(request_id)
         active.tokens.append(token)
         if active.phase is RequestPhase.PREFILL:
@@ -182,25 +166,25 @@ class Scheduler:
             active.phase = RequestPhase.HELD if is_half else RequestPhase.DECODE
 
     def arrived(self, request_id: str, first_token: int) -> None:
-        """The prompt's cache is in the pages, on every rank; decoding can begin."""
-        active = self._demand(request_id, RequestPhase.ARRIVING)
+        """Begin to decode: the prompt's cache is in the pages on every rank."""
+        active = self._demand_arriving(request_id)
         active.computed = len(active.request.prompt)
         active.tokens.append(first_token)
         active.phase = RequestPhase.DECODE
         self.blocks.publish(active.allocation, active.request.prompt)
 
     def recompute(self, request_id: str) -> None:
-        """Give up on a transfer that touches the pages no more: compute the prompt here."""
-        active = self._demand(request_id, RequestPhase.ARRIVING)
+        """Queue the request again to compute its prompt here; its transfer must have ended."""
+        active = self._demand_arriving(request_id)
         self._drop(active)
         self._waiting.appendleft(replace(active.request, role=EngineRole.WHOLE))
 
     def finish(self, request_id: str) -> None:
-        """The request has its answer."""
+        """Drop a request that has its answer."""
         self._drop(self.get(request_id))
 
     def cancel(self, request_id: str) -> bool:
-        """Stop a request, if it is still known; say whether ``release`` has yet to be called."""
+        """Stop a request if it is known; return whether ``release`` has yet to be called."""
         self._waiting = deque(r for r in self._waiting if r.id != request_id)
         active = self._active.get(request_id)
         if active is None:
@@ -212,16 +196,16 @@ class Scheduler:
         return True
 
     def release(self, request_id: str) -> None:
-        """No transfer touches the pages any more: free them."""
+        """Free the pages of a request that no transfer touches any more."""
         active = self.get(request_id)
         if not active.pinned:
             raise Misuse(f"request {request_id!r} is still being computed; cancel it")
         self._drop(active)
 
-    def _demand(self, request_id: str, phase: RequestPhase) -> Active:
+    def _demand_arriving(self, request_id: str) -> Active:
         active = self.get(request_id)
-        if active.phase is not phase:
-            raise Misuse(f"request {request_id!r} is {active.phase.name}, not {phase.name}")
+        if active.phase is not RequestPhase.ARRIVING:
+            raise Misuse(f"request {request_id!r} is {active.phase.name}, not ARRIVING")
         return active
 
     def _drop(self, active: Active) -> None:

@@ -1,10 +1,8 @@
-"""Text out of tokens, as it can be shown: whole characters, and nothing of a stop string."""
+"""Text from tokens as it can be shown: whole characters, up to the first stop string."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-
-Decode = Callable[[Sequence[int]], str]
 
 REPLACEMENT = "\ufffd"
 # A UTF-8 character has at most four bytes, and a token at least one of them.
@@ -12,38 +10,38 @@ MAX_PENDING = 4
 
 
 class Detokenizer:
-    """Text of a growing list of tokens.
+    """Text of a growing list of tokens; an incomplete character is held back.
 
-    The text of a token depends on those before it, so a little context is decoded
-    again each time. A character whose bytes are still coming is held back.
+    The text of a token depends on those before it, so a little context is decoded again.
     """
 
-    def __init__(self, decode: Decode) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._context: list[int] = []
         self._pending: list[int] = []
 
     def push(self, token: int) -> str:
-        """The text that this token completes."""
+        """Return the text that this token completes."""
         self._pending.append(token)
-        before, both = self._texts()
-        if both.endswith(REPLACEMENT) and len(self._pending) < MAX_PENDING:
+        text = self._text()
+        if text.endswith(REPLACEMENT) and len(self._pending) < MAX_PENDING:
             return ""
         self._context, self._pending = self._pending, []
-        return both[len(before) :]
+        return text
 
     def flush(self) -> str:
-        """What is held back, also if it is half a character."""
-        before, both = self._texts()
+        """Return the text held back, even if it is half a character."""
+        text = self._text()
         self._context, self._pending = [*self._context, *self._pending], []
-        return both[len(before) :]
+        return text
 
-    def _texts(self) -> tuple[str, str]:
-        return self._decode(self._context), self._decode(self._context + self._pending)
+    def _text(self) -> str:
+        before = self._decode(self._context)
+        return self._decode(self._context + self._pending)[len(before) :]
 
 
 class StopFilter:
-    """Text up to the first stop string; what may be the beginning of one is held back."""
+    """Text up to the first stop string; a possible beginning of one is held back."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
@@ -51,7 +49,7 @@ class StopFilter:
         self.stopped = False
 
     def push(self, text: str) -> str:
-        """What can be shown after this text."""
+        """Return the text that can be shown after this piece."""
         whole = self._held + text
         found = [at for stop in self._stops if (at := whole.find(stop)) >= 0]
         if found:
@@ -63,13 +61,13 @@ class StopFilter:
         return whole[: len(whole) - keep]
 
     def flush(self) -> str:
-        """What was held back for a stop string that never came."""
+        """Return the text held back for a stop string that did not come."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The longest end of ``text`` that ``stop`` begins with."""
+    """Return the length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((n for n in lengths if text.endswith(stop[:n])), 0)
 
@@ -77,21 +75,21 @@ def _overlap(text: str, stop: str) -> int:
 class TextStream:
     """One answer's text: ``push`` each token, then ``end`` once."""
 
-    def __init__(self, decode: Decode, stops: Sequence[str]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
         self._detokenizer = Detokenizer(decode)
         self._filter = StopFilter(stops)
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has come."""
+        """Whether a stop string was found."""
         return self._filter.stopped
 
     def push(self, token: int) -> str:
-        """What can be shown after this token."""
+        """Return the text that can be shown after this token."""
         return self._filter.push(self._detokenizer.push(token))
 
     def end(self) -> str:
-        """What is left to show, now that no more tokens come."""
+        """Return the rest of the text, once no more tokens come."""
         if self.stopped:
             return ""
         last = self._filter.push(self._detokenizer.flush())

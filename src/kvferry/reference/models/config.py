@@ -1,9 +1,10 @@
-"""A model's configuration: what a Hugging Face folder says of it, if this engine can run it.
+"""A model's configuration, read from a Hugging Face folder, and the layout of its cache.
 
-Two published families, Llama and dense Qwen3, and one of our own: a hybrid in
-which gated linear-attention layers stand between attention layers. What the
-engine would compute wrongly (another activation, biases, other rotary scaling,
-a sliding window) is refused here, with one sentence.
+The engine runs two published families, Llama and dense Qwen3, and a hybrid of its own with
+gated linear-attention layers between attention layers. It refuses a configuration that it
+would compute wrongly (another activation, biases, rotary scaling, a sliding window).
+The layout is the single source of truth: the layers and KV heads that a rank computes
+(``shard.py``) and its cache memory follow from it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,27 +12,34 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-from msgspec.structs import replace
 
-from kvferry import InputError, ReasonCode, Refused, config_as
+from kvferry import (
+    CacheSpec,
+    DType,
+    Group,
+    InputError,
+    Layout,
+    Order,
+    Paged,
+    Parallel,
+    ReasonCode,
+    Refused,
+    StateRow,
+    Tensor,
+    attention_group,
+    config_as,
+)
 
 ATTENTION = "full_attention"
 LINEAR = "linear_attention"
 HYBRID = "kvferry_hybrid"
+KV = "kv"
+STATE = "state"
 FAMILIES = ("llama", "qwen3", HYBRID)
 
 
-class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
-    """Rotary positions stretched the way Llama 3 does it."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
 class LinearConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The gated linear-attention layers of the hybrid."""
+    """Sizes of the hybrid's gated linear-attention layers."""
 
     heads: int
     key_dim: int
@@ -40,7 +48,7 @@ class LinearConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that the engine has to know about a model before it reads weights."""
+    """What the engine needs to know about a model."""
 
     family: str
     vocab: int
@@ -53,7 +61,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     norm_eps: float
     rope_theta: float
-    rope_scaling: RopeScaling | None = None
     tied: bool = False
     linear: LinearConfig | None = None
     end_tokens: tuple[int, ...] = ()
@@ -69,21 +76,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.family != "llama"
 
     def layers_of(self, layer_type: str) -> tuple[int, ...]:
-        """The numbers of the layers of one type."""
+        """Return the numbers of the layers of one type."""
         return tuple(i for i, kind in enumerate(self.layer_types) if kind == layer_type)
 
     @staticmethod
     def load(folder: Path) -> ModelConfig:
-        """Read ``config.json`` of a model folder, and the end tokens it has elsewhere."""
-        config = _checked(config_as(folder, _RawConfig))
-        path = folder / "generation_config.json"
-        chat = config_as(path, _GenerationConfig) if path.is_file() else _GenerationConfig()
-        tokens = config.end_tokens + _end_tokens(chat.eos_token_id)
-        return replace(config, end_tokens=tuple(dict.fromkeys(tokens)))
+        """Read ``config.json``."""
+        return _checked(config_as(folder, _RawConfig))
 
 
 class _RawConfig(msgspec.Struct, kw_only=True):
-    """The fields of ``config.json`` that matter, under their published names."""
+    """The fields of ``config.json`` that are used, under their published names."""
 
     model_type: str
     vocab_size: int
@@ -111,29 +114,28 @@ class _RawConfig(msgspec.Struct, kw_only=True):
     linear_conv_kernel_dim: int = 0
 
 
-class _GenerationConfig(msgspec.Struct):
-    """What is used of ``generation_config.json``: chat models end their turns with more tokens."""
-
-    eos_token_id: int | list[int] | None = None
-
-
 def _checked(raw: _RawConfig) -> ModelConfig:
-    _demand(raw.model_type in FAMILIES, f"its model_type is {raw.model_type!r:.40}")
     heads = raw.num_attention_heads
     kv_heads = raw.num_key_value_heads or heads
     layer_types = raw.layer_types or (ATTENTION,) * raw.num_hidden_layers
-    linear = _linear(raw) if raw.model_type == HYBRID else None
+    is_hybrid = raw.model_type == HYBRID
+    known = {ATTENTION, LINEAR} if is_hybrid else {ATTENTION}
+    _demand(raw.model_type in FAMILIES, f"its model_type is {raw.model_type!r:.40}")
     _demand(raw.hidden_act == "silu", f"its activation is {raw.hidden_act!r}, not silu")
     _demand(not (raw.attention_bias or raw.mlp_bias), "its projections have biases")
     _demand(not raw.use_sliding_window, "it uses a sliding window")
     _demand(heads % kv_heads == 0, f"{kv_heads} KV heads do not divide {heads} query heads")
-    known = {ATTENTION, LINEAR} if linear else {ATTENTION}
     _demand(set(layer_types) == known, f"its layers are of the types {', '.join(set(layer_types))}")
     _demand(
         len(layer_types) == raw.num_hidden_layers,
         f"it lists {len(layer_types)} layers and says it has {raw.num_hidden_layers}",
     )
-    theta, scaling = _rope(raw)
+    # Newer configurations keep the rotation in ``rope_parameters``.
+    rope: dict[str, object] = {"rope_theta": raw.rope_theta} if raw.rope_theta else {}
+    rope |= {**(raw.rope_scaling or {}), **(raw.rope_parameters or {})}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    _demand(kind == "default", f"its rotary scaling is {kind!r}")
+    ids = raw.eos_token_id
     return ModelConfig(
         family=raw.model_type,
         vocab=raw.vocab_size,
@@ -145,11 +147,10 @@ def _checked(raw: _RawConfig) -> ModelConfig:
         layer_types=layer_types,
         max_tokens=raw.max_position_embeddings,
         norm_eps=raw.rms_norm_eps,
-        rope_theta=theta,
-        rope_scaling=scaling,
+        rope_theta=float(str(rope.get("rope_theta", 10000.0))),
         tied=raw.tie_word_embeddings,
-        linear=linear,
-        end_tokens=_end_tokens(raw.eos_token_id),
+        linear=_linear(raw) if is_hybrid else None,
+        end_tokens=() if ids is None else (ids,) if isinstance(ids, int) else tuple(ids),
     )
 
 
@@ -159,21 +160,6 @@ def _demand(fits: bool, what: str) -> None:
             ReasonCode.BAD_CONFIG,
             f"this engine can't run the model: {what}; use a plain Llama or dense Qwen3 model",
         )
-
-
-def _rope(raw: _RawConfig) -> tuple[float, RopeScaling | None]:
-    """The base and the scaling, from the old fields or from the newer ``rope_parameters``."""
-    fields = {**(raw.rope_scaling or {}), **(raw.rope_parameters or {})}
-    stated = fields.get("rope_theta", raw.rope_theta)
-    theta = float(stated) if isinstance(stated, int | float) else 10000.0
-    kind = fields.get("rope_type", fields.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    _demand(kind == "llama3", f"its rotary scaling is {kind!r}")
-    try:
-        return theta, msgspec.convert(fields, RopeScaling)
-    except msgspec.ValidationError as error:
-        raise InputError(f"config.json has a bad rope_scaling ({error}); correct it") from None
 
 
 def _linear(raw: _RawConfig) -> LinearConfig:
@@ -188,7 +174,42 @@ def _linear(raw: _RawConfig) -> LinearConfig:
     return linear
 
 
-def _end_tokens(ids: int | list[int] | None) -> tuple[int, ...]:
-    if ids is None:
-        return ()
-    return (ids,) if isinstance(ids, int) else tuple(ids)
+# ---------------------------------------------------------------- its cache
+
+
+def cache_spec(config: ModelConfig, dtype: DType = DType.FLOAT32) -> CacheSpec:
+    """Return what the model keeps: K and V per token, and for a hybrid a state row."""
+    layers = config.layers_of(ATTENTION)
+    kv = attention_group(KV, Paged(), layers, config.kv_heads, config.head_dim, None, dtype)
+    linear = config.linear
+    if linear is None:
+        return CacheSpec(config.num_layers, (kv,))
+    width = linear.kernel - 1
+    # One unit is a head with its recurrent state and the last inputs of its convolutions.
+    tensors = (
+        Tensor("conv_q", dtype, width * linear.key_dim),
+        Tensor("conv_k", dtype, width * linear.key_dim),
+        Tensor("conv_v", dtype, width * linear.value_dim),
+        Tensor("recurrent", DType.FLOAT32, linear.key_dim * linear.value_dim),
+    )
+    state = Group(STATE, StateRow(), config.layers_of(LINEAR), linear.heads, tensors)
+    return CacheSpec(config.num_layers, (kv, state))
+
+
+def layout_for(
+    config: ModelConfig,
+    parallel: Parallel,
+    *,
+    page_tokens: int = 16,
+    order: Order = Order.NHD,
+    dtype: DType = DType.FLOAT32,
+) -> Layout:
+    """Return the layout of the model's cache under this sharding."""
+    if parallel.cp != 1:
+        raise InputError(f"this engine has no context parallelism; use cp=1, not {parallel.cp}")
+    if parallel.tp > config.heads:
+        raise Refused.because(
+            ReasonCode.TP_UNITS,
+            f"tp={parallel.tp} is more ranks than the model's {config.heads} query heads; lower tp",
+        )
+    return Layout(cache_spec(config, dtype), parallel, page_tokens=page_tokens, order=order)

@@ -1,8 +1,7 @@
 """Small random models, for tests and for trying things out.
 
-They say nothing sensible, so compare them by logits. The weights are large
-enough for the answer to depend on the prompt, which a random model's often does
-not. The tokenizer knows bytes: a token for each, and one for the end.
+Their text is nonsense. The weights are large enough for answers to depend on the prompt. The
+tokenizer has a token for each byte and one for the end.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from tokenizers import Tokenizer as FastTokenizer
 from torch import Tensor
 
 from kvferry.reference.models.config import ATTENTION, HYBRID, LINEAR, ModelConfig
-from kvferry.reference.models.folders import SINGLE
 
 END = "<end>"
 TEMPLATE = (
@@ -28,7 +26,7 @@ TEMPLATE = (
 
 
 class TinyKind(StrEnum):
-    """The families that there is a small model of."""
+    """Families of which there is a small model."""
 
     LLAMA = auto()
     QWEN3 = auto()
@@ -38,13 +36,14 @@ class TinyKind(StrEnum):
 def make_tiny(
     folder: Path, kind: TinyKind = TinyKind.LLAMA, seed: int = 0, **changes: object
 ) -> Path:
-    """Write a whole model folder: configuration (with these changes), weights, tokenizer."""
+    """Write a model folder: configuration with these changes, weights, tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
-    raw = tiny_config(kind) | changes
-    (folder / "config.json").write_bytes(msgspec.json.encode(raw))
-    config = ModelConfig.load(folder)
+    (folder / "config.json").write_bytes(msgspec.json.encode(tiny_config(kind) | changes))
     random = torch.Generator().manual_seed(seed)
-    save_file(_weights(config, random), folder / SINGLE)
+    weights = {
+        name: _random(shape, random) for name, shape in _shapes(ModelConfig.load(folder)).items()
+    }
+    save_file(weights, folder / "model.safetensors")
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     settings = {"chat_template": TEMPLATE, "eos_token": END}
     (folder / "tokenizer_config.json").write_bytes(msgspec.json.encode(settings))
@@ -52,7 +51,7 @@ def make_tiny(
 
 
 def tiny_config(kind: TinyKind) -> dict[str, object]:
-    """A published configuration's fields, with small numbers.
+    """Return a configuration in the published form.
 
     Three KV heads fit TP 1, 3 and 6 (replicated), two fit TP 1, 2, 4 and 6.
     """
@@ -84,8 +83,8 @@ def tiny_config(kind: TinyKind) -> dict[str, object]:
 
 
 def byte_tokenizer() -> FastTokenizer:
-    """Byte b is token b; 256 is the end."""
-    # The alphabet in which byte-level tokenizers write bytes: printable ones stand for themselves.
+    """Return a tokenizer in which byte b is token b, and 256 is the end."""
+    # Byte-level tokenizers write printable bytes as themselves and others as letters above 255.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {byte: chr(byte) for byte in printable}
@@ -97,7 +96,13 @@ def byte_tokenizer() -> FastTokenizer:
     return fast
 
 
-def _weights(config: ModelConfig, random: torch.Generator) -> dict[str, Tensor]:
+def _random(shape: tuple[int, ...], random: torch.Generator) -> Tensor:
+    """Return a vector around 1, or a matrix that keeps the size of what it multiplies."""
+    noise = torch.randn(shape, generator=random)
+    return 1 + 0.1 * noise if len(shape) == 1 else 1.5 * noise / shape[-1] ** 0.5
+
+
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocab, config.hidden),
         "model.norm.weight": (config.hidden,),
@@ -105,16 +110,16 @@ def _weights(config: ModelConfig, random: torch.Generator) -> dict[str, Tensor]:
     if not config.tied:
         shapes["lm_head.weight"] = (config.vocab, config.hidden)
     for layer, kind in enumerate(config.layer_types):
-        mixer = _linear_shapes(config) if kind == LINEAR else _attention_shapes(config)
-        parts = mixer | _other_shapes(config)
+        parts = _linear_shapes(config) if kind == LINEAR else _attention_shapes(config)
+        parts |= {
+            "input_layernorm.weight": (config.hidden,),
+            "post_attention_layernorm.weight": (config.hidden,),
+            "mlp.gate_proj.weight": (config.intermediate, config.hidden),
+            "mlp.up_proj.weight": (config.intermediate, config.hidden),
+            "mlp.down_proj.weight": (config.hidden, config.intermediate),
+        }
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
-    return {name: _random(shape, random) for name, shape in shapes.items()}
-
-
-def _random(shape: tuple[int, ...], random: torch.Generator) -> Tensor:
-    """Vectors around 1, matrices that keep the size of what they multiply."""
-    noise = torch.randn(shape, generator=random)
-    return 1 + 0.1 * noise if len(shape) == 1 else 1.5 * noise / shape[-1] ** 0.5
+    return shapes
 
 
 def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -147,14 +152,4 @@ def _linear_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "linear_attn.conv_v.weight": (value, linear.kernel),
         "linear_attn.norm.weight": (linear.value_dim,),
         "linear_attn.o_proj.weight": (config.hidden, value),
-    }
-
-
-def _other_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    return {
-        "input_layernorm.weight": (config.hidden,),
-        "post_attention_layernorm.weight": (config.hidden,),
-        "mlp.gate_proj.weight": (config.intermediate, config.hidden),
-        "mlp.up_proj.weight": (config.intermediate, config.hidden),
-        "mlp.down_proj.weight": (config.hidden, config.intermediate),
     }

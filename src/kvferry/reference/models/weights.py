@@ -1,52 +1,41 @@
-"""A rank's share of the weights, read from safetensors.
+"""A rank's share of the weights, read from ``model.safetensors``.
 
-Only the slices that a rank computes with are read; the files are mapped, so the
-rest costs nothing. A module asks for what it needs by name and span while it is
-being built, and there is no list of parameters to fill in afterwards.
+The file is mapped and only the slices that a rank computes with are read. A module asks for
+its tensors by name and span while it is built.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvferry import InputError, Span
-from kvferry.reference.models.folders import INDEX, SINGLE
 
-
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
+FILE = "model.safetensors"
 
 
 class Weights:
     """The tensors of one model folder, open for reading. Use it as a context manager."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        self._folder = folder
         self.dtype = dtype
         self.device = device
-        self._open = ExitStack()
-        # safetensors has no types for its handles.
-        self._files: dict[str, Any] = {}
-        for name in _file_names(folder):
-            self._add(name)
-
-    def _add(self, file_name: str) -> None:
-        path = self._folder / file_name
+        self._path = folder / FILE
         try:
-            handle = self._open.enter_context(safe_open(path, framework="pt"))
+            # safetensors has no types for its handles.
+            file: Any = safe_open(self._path, framework="pt")
         except (OSError, SafetensorError) as error:
-            self._open.close()
-            raise InputError(f"{path} can't be read ({error}); download the model again") from None
-        self._files |= dict.fromkeys(handle.keys(), handle)
+            raise InputError(
+                f"{self._path} can't be read ({error}); download the model again"
+            ) from None
+        self._file = file
+        self._names = frozenset(file.keys())
 
     def __enter__(self) -> Weights:
         return self
@@ -57,41 +46,29 @@ class Weights:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._open.close()
+        self._file.__exit__(kind, error, trace)
 
     def whole(self, name: str) -> Tensor:
-        """All of one tensor."""
-        return self._ready(self._slice(name)[:])
+        """Return one whole tensor."""
+        return self._loaded(self._slice(name)[:])
 
     def rows(self, name: str, span: Span) -> Tensor:
-        """The outputs ``span`` of a matrix (or the elements of a vector)."""
-        return self._ready(self._slice(name)[span.first : span.end])
+        """Return the outputs ``span`` of a matrix, or elements of a vector."""
+        return self._loaded(self._slice(name)[span.first : span.end])
 
     def columns(self, name: str, span: Span) -> Tensor:
-        """The inputs ``span`` of a matrix."""
-        return self._ready(self._slice(name)[:, span.first : span.end])
+        """Return the inputs ``span`` of a matrix."""
+        return self._loaded(self._slice(name)[:, span.first : span.end])
 
     def stacked(self, parts: Sequence[tuple[str, Span]]) -> Tensor:
-        """Rows of several matrices, one below the other: one product instead of several."""
+        """Return rows of several matrices as one matrix, for a single product."""
         return torch.cat([self.rows(name, span) for name, span in parts])
 
     def _slice(self, name: str) -> Any:
-        if name not in self._files:
-            raise InputError(
-                f"{self._folder} has no tensor {name!r}; its weights do not fit its config.json"
-            )
-        return self._files[name].get_slice(name)
+        if name not in self._names:
+            raise InputError(f"{self._path} has no tensor {name!r}; it does not fit config.json")
+        return self._file.get_slice(name)
 
-    def _ready(self, tensor: Tensor) -> Tensor:
-        # A copy in any case: nothing may keep the mapped file alive.
+    def _loaded(self, tensor: Tensor) -> Tensor:
+        # Always copy: nothing may keep the mapped file alive.
         return tensor.to(self.device, self.dtype, copy=True).contiguous()
-
-
-def _file_names(folder: Path) -> list[str]:
-    if not (folder / INDEX).exists():
-        return [SINGLE]
-    try:
-        index = msgspec.json.decode((folder / INDEX).read_bytes(), type=_Index)
-    except msgspec.DecodeError as error:
-        raise InputError(f"{folder / INDEX} can't be read ({error}); download it again") from None
-    return sorted(set(index.weight_map.values()))

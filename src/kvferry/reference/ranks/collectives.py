@@ -1,66 +1,78 @@
-"""Collectives: how the ranks of one instance add up, gather and pass on their tensors.
+"""Collectives between the ranks of one instance: sum, gather, and send to the next stage.
 
-The ranks of an instance are processes of one host, which talk through Unix sockets
-(``rank_sockets.py``), or its GPUs, which use nccl. A single rank has no peers. Plans
-and results do not travel here but through ``ranks.py``.
+CPU ranks are processes of one host and talk through socket pairs made by the driver: a port,
+even on loopback, would be open to every user of the machine. GPU ranks use NCCL.
+Plans and results do not travel here but through the pipes of ``processes.py``.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+import contextlib
+import multiprocessing
+import os
+import socket
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from numpy import uint8
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvferry import InputError
-from kvferry.reference.models.compute.shard import Shard
-from kvferry.reference.ranks.sockets import MEET_POLL_S, Bytes, RankSockets, meet, peers_of
+from kvferry.reference.models.shard import ModelShard
+
+_TIME = struct.Struct("@ll")
+
+
+class RankLinks(NamedTuple):
+    """How a rank reaches the others: its sockets, and a folder where NCCL's ranks meet."""
+
+    ends: Mapping[int, Connection]
+    folder: Path
+    timeout_s: float
 
 
 class Comm:
-    """One rank's connections: the ranks that share its layers, and the stages beside it.
+    """Collectives of a rank without peers, and the interface of the others."""
 
-    This one is for a rank that has no peers.
-    """
-
-    def __init__(self, shard: Shard) -> None:
+    def __init__(self, shard: ModelShard) -> None:
         self._shard = shard
         self.tp = shard.parallel.tp
         self._first = shard.rank - shard.tp_rank
 
     def total(self, partial: Tensor) -> Tensor:
-        """The sum over the ranks that share these layers, in place; each of them has it."""
+        """Return the sum over the ranks that share these layers; works in place."""
         return partial
 
     def join_columns(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
-        """The parts of all ranks side by side, on the first of them; None on the others."""
+        """Return the parts of all ranks side by side on the first rank, None elsewhere."""
         return part
 
     def pass_on(self, hidden: Tensor) -> None:
-        """Give the activations to the same rank of the next stage."""
+        """Send the activations to the same rank of the next stage."""
 
     def take_over(self, hidden: Tensor) -> Tensor:
-        """Fill ``hidden`` with the activations from the same rank of the stage before."""
+        """Fill ``hidden`` with the activations from the same rank of the previous stage."""
         return hidden
 
     def close(self) -> None:
-        """Leave the others. Idempotent."""
+        """Disconnect. Idempotent."""
 
 
 class HostComm(Comm):
-    """Ranks that are processes of one host.
+    """Collectives of ranks that are processes of one host.
 
-    The first rank of a stage adds up what the others send it, in rank order, and hands
-    the sum out. On a host with fewer cores than ranks, what counts is how many
-    processes have to be scheduled one after another: two here, and two for each rank
-    in a ring.
+    The first rank of a stage adds up what the others send, in rank order, and sends the sum
+    back. With fewer cores than ranks this needs fewer context switches than a ring.
     """
 
-    def __init__(self, shard: Shard, sockets: RankSockets) -> None:
+    def __init__(self, shard: ModelShard, sockets: RankSockets) -> None:
         super().__init__(shard)
         self._sockets = sockets
         self._others = range(self._first + 1, self._first + self.tp)
@@ -108,16 +120,15 @@ class HostComm(Comm):
         self._sockets.close()
 
 
-def _bytes_of(tensor: Tensor) -> Bytes:
-    """A tensor's memory. It must lie in one piece, or writing to this would not write there."""
-    assert tensor.is_contiguous()
+def _bytes_of(tensor: Tensor) -> NDArray[uint8]:
+    assert tensor.is_contiguous(), "a copy would be filled in its place"
     return tensor.view(-1).view(torch.uint8).numpy()
 
 
 class GpuComm(Comm):
-    """Ranks that have a GPU each."""
+    """Collectives of ranks that have a GPU each."""
 
-    def __init__(self, shard: Shard, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, shard: ModelShard, group: dist.ProcessGroup | None) -> None:
         super().__init__(shard)
         self._group = group
 
@@ -131,7 +142,7 @@ class GpuComm(Comm):
         """See the base class."""
         if self.tp == 1:
             return part
-        # The parts must be of equal width to travel, so narrow ones are padded.
+        # NCCL gathers parts of equal width only, so pad narrow ones.
         padded = part.new_zeros(part.shape[0], max(widths))
         padded[:, : part.shape[1]] = part
         if self._shard.tp_rank:
@@ -156,28 +167,21 @@ class GpuComm(Comm):
             dist.destroy_process_group()
 
 
-def connect(shard: Shard, device: torch.device, folder: Path, timeout_s: float) -> Comm:
-    """Meet the other ranks in ``folder``. Every rank calls this at the same time."""
+def connect(shard: ModelShard, device: torch.device, links: RankLinks, lost_s: float) -> Comm:
+    """Return the collectives of a rank; on GPUs every rank calls this at the same time."""
     parallel = shard.parallel
     if parallel.num_ranks == 1:
         return Comm(shard)
     if device.type == "cpu":
-        peers = peers_of(shard.rank, parallel.tp, parallel.pp)
-        return HostComm(shard, meet(folder, shard.rank, peers, timeout_s))
-    return _gpu_comm(shard, folder, timeout_s)
-
-
-def _gpu_comm(shard: Shard, folder: Path, timeout_s: float) -> GpuComm:
-    parallel = shard.parallel
+        return HostComm(shard, RankSockets(links.ends, lost_s))
     if dist.is_initialized():
         raise InputError(
             "this process is a rank of another instance already; run one instance a process"
         )
-    _await_all(folder, shard.rank, parallel.num_ranks, timeout_s)
-    timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=links.timeout_s)
     dist.init_process_group(
         "nccl",
-        init_method=(folder / "meeting").absolute().as_uri(),
+        init_method=(links.folder / "nccl").absolute().as_uri(),
         rank=shard.rank,
         world_size=parallel.num_ranks,
         timeout=timeout,
@@ -189,19 +193,67 @@ def _gpu_comm(shard: Shard, folder: Path, timeout_s: float) -> GpuComm:
     return GpuComm(shard, stages[shard.stage])
 
 
-def _await_all(folder: Path, rank: int, num_ranks: int, timeout_s: float) -> None:
-    """Wait until every rank has come this far.
+# ---------------------------------------------------------------- Unix sockets
 
-    torch waits too, but without letting any other thread of the process run: one
-    that watches for the driver's end, or that of a user who has changed their mind.
+
+class RankSockets:
+    """One connected Unix socket per peer, for the rank's own thread. Bytes have no frame.
+
+    A broken connection, or one silent for ``lost_s``, raises ``OSError``.
     """
-    try:
-        (folder / f"rank-{rank}").touch()
-    except FileNotFoundError:
-        raise BrokenPipeError("the driver has left, and its folder with it") from None
-    others = [folder / f"rank-{other}" for other in range(num_ranks)]
-    deadline = time.monotonic() + timeout_s
-    while not all(path.exists() for path in others):
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"not all ranks came within {timeout_s:g} s")
-        time.sleep(MEET_POLL_S)
+
+    def __init__(self, ends: Mapping[int, Connection], lost_s: float) -> None:
+        self._sockets = {peer: socket.socket(fileno=os.dup(c.fileno())) for peer, c in ends.items()}
+        self._lost_s = lost_s
+        limit = _TIME.pack(int(lost_s), int(lost_s % 1 * 1e6))
+        for end in ends.values():
+            end.close()
+        for connection in self._sockets.values():
+            # The kernel enforces the timeout, so that a wait is a single system call.
+            connection.settimeout(None)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def send(self, data: NDArray[uint8], peer: int) -> None:
+        """Send the whole array."""
+        with self._timeout_of(peer):
+            self._sockets[peer].sendall(data.data)
+
+    def receive(self, data: NDArray[uint8], peer: int) -> None:
+        """Fill the whole array."""
+        view, connection = data.data, self._sockets[peer]
+        while view:
+            with self._timeout_of(peer):
+                num_bytes = connection.recv_into(view, flags=socket.MSG_WAITALL)
+            if not num_bytes:
+                raise ConnectionResetError(f"rank {peer} has left")
+            view = view[num_bytes:]
+
+    @contextlib.contextmanager
+    def _timeout_of(self, peer: int) -> Iterator[None]:
+        try:
+            yield
+        except BlockingIOError:
+            raise TimeoutError(f"rank {peer} has not answered for {self._lost_s:g} s") from None
+
+    def close(self) -> None:
+        """Disconnect from every peer. Idempotent."""
+        for connection in self._sockets.values():
+            connection.close()
+
+
+def peers_of(rank: int, tp: int, pp: int) -> set[int]:
+    """Return the ranks that a rank exchanges tensors with: in its stage, and beside it."""
+    first = rank - rank % tp
+    mates = {first} if rank != first else set(range(first + 1, first + tp))
+    beside = {rank - tp, rank + tp} & set(range(tp * pp))
+    return mates | beside
+
+
+def connected_pairs(tp: int, pp: int) -> dict[int, dict[int, Connection]]:
+    """Return connected socket pairs: for each rank, its end to each of its peers."""
+    ends: dict[int, dict[int, Connection]] = {rank: {} for rank in range(tp * pp)}
+    for rank, own in ends.items():
+        for peer in peers_of(rank, tp, pp) - own.keys():
+            own[peer], ends[peer][rank] = multiprocessing.Pipe()
+    return ends

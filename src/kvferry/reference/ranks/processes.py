@@ -1,25 +1,18 @@
 """The ranks of one instance as processes, driven by the first of them.
 
-Rank 0 lives in the driver's own process; the others are children that are told
-their plans through a pipe and answer through it. Their tensors travel by
-``comm.py``. A rank that dies, fails or does not answer in time ends the instance:
-the next call raises ``RankLost``, and whoever runs the instance starts it anew.
-A rank that is silent, or a step that does not end, is found by ``rank_watch.py``.
-It ends every other rank, and with them what the driver waits for: a rank that was
-stopped for so long is not waited for when it goes on.
+Rank 0 runs in the driver's process. The others are children that receive plans and return
+answers through a pipe. A rank that dies, fails or does not answer in time ends the instance:
+the call raises ``RankLost``, and the instance must be started again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
-import os
-import shutil
 import signal
-import threading
+import tempfile
 import time
-from collections.abc import Callable
-from contextlib import closing
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -27,18 +20,16 @@ from typing import NamedTuple, NoReturn
 
 import msgspec
 
-from kvferry import InputError, KvferryError, freeze_gc
-from kvferry.reference.engine.steps import StepPlan, StepResult
-from kvferry.reference.ranks.figures import FiguresWriter, left_figures
-from kvferry.reference.ranks.folders import RanksFolder
+from kvferry import InputError, KvferryError, Parallel, freeze_gc
+from kvferry.reference.engine.requests import StepPlan, StepResult
+from kvferry.reference.ranks.collectives import RankLinks, connected_pairs
 from kvferry.reference.ranks.rank import RankSetup, RankWorker
-from kvferry.reference.ranks.watch import RankWatch, give_signs
 from kvferry.telemetry.logs.lines import LogSettings, install, installed
 
 log = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
-WATCH_S = 0.2
+EXPLAIN_S = 0.2
 STOP = b""
 
 
@@ -50,11 +41,20 @@ class RankBroke(RankLost):
     """A rank raised an exception in a step; start the instance again."""
 
 
+class _PeerLost(RankLost):
+    """A rank reports that another one does not answer."""
+
+
 class RankFailure(msgspec.Struct, frozen=True, tag=True):
-    """A rank could not go on. ``is_input`` where it never began and the user can put it right."""
+    """A rank cannot go on.
+
+    ``is_input``: it never started, and the user can correct that. ``is_lost``: another rank
+    did not answer it.
+    """
 
     message: str
     is_input: bool
+    is_lost: bool
 
 
 class RankAnswer(msgspec.Struct, frozen=True, tag=True):
@@ -63,7 +63,6 @@ class RankAnswer(msgspec.Struct, frozen=True, tag=True):
     result: StepResult = StepResult()
 
 
-_ENCODER = msgspec.msgpack.Encoder()
 _PLANS = msgspec.msgpack.Decoder(StepPlan)
 _ANSWERS: msgspec.msgpack.Decoder[RankAnswer | RankFailure] = msgspec.msgpack.Decoder(
     RankAnswer | RankFailure
@@ -74,78 +73,67 @@ class _Child(NamedTuple):
     rank: int
     process: BaseProcess
     pipe: Connection
-    beats: Connection
 
 
 class Ranks:
-    """All ranks of an instance; ``run`` gives each the same plan.
-
-    ``on_lost`` is called once, by the thread that watches, if a rank is silent or a
-    step does not end.
-    """
+    """All ranks of an instance; ``run`` gives each the same plan."""
 
     def __init__(self, setup: RankSetup) -> None:
-        self.on_lost: Callable[[RankLost], None] = lambda reason: None
-        self._lost: RankLost | None = None
-        self._watch: RankWatch | None = None
-        self._timeout_s = setup.timeout_s
+        self._lost_s = setup.lost_s
         self._children: list[_Child] = []
-        self._closed = False
-        num_ranks = setup.layout.num_ranks
-        self._folder = RanksFolder()
-        folder = self._folder.path
+        self._worker: RankWorker | None = None
+        self._is_broken = False
+        self._undo = contextlib.ExitStack()
+        folder = Path()
+        if setup.device != "cpu":
+            made = tempfile.TemporaryDirectory(prefix="kvferry-ranks-")
+            folder = Path(self._undo.enter_context(made))
+        parallel = setup.layout.sharding
+        assert isinstance(parallel, Parallel)
+        links = {
+            rank: RankLinks(ends, folder, setup.timeout_s)
+            for rank, ends in connected_pairs(parallel.tp, parallel.pp).items()
+        }
         try:
-            self._children = [_start(setup, rank, folder) for rank in range(1, num_ranks)]
-            self.worker = self._own(setup, folder)
-        except BaseException:
-            self._end_children(grace_s=0)
-            raise
-        try:
+            for rank in range(1, setup.layout.num_ranks):
+                self._children.append(_start(setup, rank, links[rank]))
+            self._worker = self._start_own(setup, links[0])
             for child in self._children:
-                self._answer(child, time.monotonic() + self._timeout_s)
+                self._answer(child, time.monotonic() + setup.timeout_s)
         except BaseException:
+            self._is_broken = True
             self.close()
             raise
-        beats = {child.rank: child.beats for child in self._children}
-        self._watch = RankWatch(beats, setup.lost_s, self._lose)
 
-    @property
-    def figures(self) -> list[str]:
-        """What the ranks of other processes have counted, as each said last. For any thread."""
+    def _start_own(self, setup: RankSetup, links: RankLinks) -> RankWorker:
         try:
-            return left_figures(self._folder.path, [child.rank for child in self._children])
-        except OSError:
-            # They have just ended.
-            return []
-
-    def _own(self, setup: RankSetup, folder: Path) -> RankWorker:
-        try:
-            return RankWorker(setup, 0, folder)
+            return RankWorker(setup, 0, links)
         except RuntimeError as error:
-            # Meeting the others failed; one of them can usually say why.
+            # Meeting the others failed; usually one of them knows why.
             self._explain(error)
 
-    def _lose(self, reason: str) -> None:
-        """Called by the watch. Whoever waits for a rank is freed by its end."""
-        self._lost = RankLost(f"{reason}; start the instance again")
+    @property
+    def worker(self) -> RankWorker:
+        """Rank 0, which runs in this process."""
+        assert self._worker is not None
+        return self._worker
+
+    def check(self) -> None:
+        """Raise ``RankLost`` if the process of a rank has ended."""
         for child in self._children:
-            child.process.kill()
-        self.on_lost(self._lost)
+            if not child.process.is_alive():
+                raise RankLost(f"the process of rank {child.rank} has ended")
 
     def run(self, plan: StepPlan) -> list[StepResult]:
-        """Every rank's answer to one plan, in rank order."""
-        assert self._watch is not None
+        """Run one step on every rank; return the answers in rank order."""
         try:
-            with self._watch.step():
-                return self._run(plan)
-        except (RankLost, OSError, RuntimeError):
-            if self._lost is None:
-                raise
-            # What followed from it says less.
-            raise self._lost from None
+            return self._run(plan)
+        except BaseException:
+            self._is_broken = True
+            raise
 
     def _run(self, plan: StepPlan) -> list[StepResult]:
-        data = _ENCODER.encode(plan)
+        data = msgspec.msgpack.encode(plan)
         try:
             for child in self._children:
                 child.pipe.send_bytes(data)
@@ -155,13 +143,13 @@ class Ranks:
                 raise
             self._explain(error)
         # Ranks compute side by side, so the others are about done now.
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self._lost_s
         return [own, *(self._answer(child, deadline) for child in self._children)]
 
     def _answer(self, child: _Child, deadline: float) -> StepResult:
         try:
             if not child.pipe.poll(max(0.0, deadline - time.monotonic())):
-                raise RankLost(f"rank {child.rank} has not answered for {self._timeout_s:g} s")
+                raise RankLost(f"rank {child.rank} has not answered for {self._lost_s:g} s")
             answer = _ANSWERS.decode(child.pipe.recv_bytes())
         except (EOFError, OSError):
             raise RankLost(f"the process of rank {child.rank} has ended") from None
@@ -169,117 +157,80 @@ class Ranks:
             return answer.result
         if answer.is_input:
             raise InputError(answer.message)
-        raise RankBroke(f"rank {child.rank} failed: {answer.message}")
+        kind = _PeerLost if answer.is_lost else RankBroke
+        raise kind(f"rank {child.rank} failed: {answer.message}")
 
     def _explain(self, error: Exception) -> NoReturn:
-        """Say which rank is behind an error of our own, where one admits to it."""
+        """Raise the failure of the rank behind an error of rank 0, if one reports it."""
         for child in self._children:
-            self._answer_if_failed(child)
+            if child.pipe.poll(EXPLAIN_S):
+                with contextlib.suppress(_PeerLost):
+                    self._answer(child, time.monotonic())
         raise RankLost(f"the ranks lost each other ({error}); start the instance again") from error
 
-    def _answer_if_failed(self, child: _Child) -> None:
-        if child.pipe.poll(0.2):
-            self._answer(child, time.monotonic())
-
     def close(self) -> None:
-        """End every rank. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._watch is not None:
-            self._watch.close()
-        for child in self._children:
+        """End every rank; at once if one is broken, because the others may wait for it."""
+        children, self._children = self._children, []
+        for child in children:
             try:
                 child.pipe.send_bytes(STOP)
             except OSError:
                 log.info("rank_ended_before rank=%d", child.rank)
-        self.worker.close()
-        self._end_children(grace_s=CLOSE_S)
-
-    def _end_children(self, grace_s: float) -> None:
-        deadline = time.monotonic() + grace_s
-        for child in self._children:
+        if self._worker is not None:
+            self._worker.close()
+        deadline = time.monotonic() + (0 if self._is_broken else CLOSE_S)
+        for child in children:
             child.process.join(max(0.0, deadline - time.monotonic()))
             if child.process.is_alive():
                 child.process.kill()
                 child.process.join()
             child.pipe.close()
-            child.beats.close()
-        self._children = []
-        self._folder.close()
+        self._undo.close()
 
 
-def _start(setup: RankSetup, rank: int, folder: Path) -> _Child:
-    # One server imports torch once and forks every rank from there, before any thread or GPU
-    # is in use.
+def _start(setup: RankSetup, rank: int, links: RankLinks) -> _Child:
+    # The fork server imports torch once and forks every rank before any thread or GPU is in use.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["kvferry.reference.ranks.preload"])
     ours, theirs = context.Pipe()
-    seen, beats = context.Pipe(duplex=False)
     process = context.Process(
         target=rank_main,
-        args=(theirs, beats, setup, rank, folder, installed()),
+        args=(theirs, setup, rank, links, installed()),
         name=f"rank-{rank}",
         daemon=True,
     )
     process.start()
-    theirs.close()
-    beats.close()
-    return _Child(rank, process, ours, seen)
+    for connection in (theirs, *links.ends.values()):
+        connection.close()
+    return _Child(rank, process, ours)
 
 
 def rank_main(
     pipe: Connection,
-    beats: Connection,
     setup: RankSetup,
     rank: int,
-    folder: Path,
+    links: RankLinks,
     log_as: LogSettings | None = None,
 ) -> None:
-    """The life of a rank's process. It ends when the driver says so or is gone.
-
-    It writes its log as the driver does, where that is ours.
-    """
+    """Run a rank until the driver stops it or is gone; log as the driver does."""
     if log_as is not None:
         install(log_as._replace(rank=rank))
     # Ctrl-C is for the driver, which then ends its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     worker = None
-    started = threading.Event()
-    threading.Thread(target=_end_with_driver, args=(pipe, started, folder), daemon=True).start()
     try:
-        worker = RankWorker(setup, rank, folder)
-        started.set()
-        give_signs(beats, setup.lost_s)
-        with closing(FiguresWriter(folder, rank)):
-            freeze_gc()
-            pipe.send_bytes(_ENCODER.encode(RankAnswer()))
-            while data := pipe.recv_bytes():
-                pipe.send_bytes(_ENCODER.encode(RankAnswer(worker.execute(_PLANS.decode(data)))))
+        worker = RankWorker(setup, rank, links)
+        freeze_gc()
+        pipe.send_bytes(msgspec.msgpack.encode(RankAnswer()))
+        while data := pipe.recv_bytes():
+            answer = RankAnswer(worker.execute(_PLANS.decode(data)))
+            pipe.send_bytes(msgspec.msgpack.encode(answer))
         worker.close()
-    except (EOFError, BrokenPipeError):
+    except EOFError:
         log.info("driver_gone rank=%d", rank)
-        _clear(folder)
     except Exception as error:
         log.exception("rank_failed rank=%d", rank)
         is_input = worker is None and isinstance(error, InputError)
-        try:
-            pipe.send_bytes(_ENCODER.encode(RankFailure(str(error), is_input)))
-        except BrokenPipeError:
-            _clear(folder)
-
-
-def _clear(folder: Path) -> None:
-    """Remove where the ranks met: the driver is gone and can't."""
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _end_with_driver(pipe: Connection, started: threading.Event, folder: Path) -> None:
-    """Until a rank has started it does not read its pipe, and it may wait long for the others.
-
-    The driver says nothing in that time, so what comes is its end, or that it gives up.
-    """
-    while not started.wait(WATCH_S):
-        if pipe.poll():
-            _clear(folder)
-            os._exit(1)
+        failure = RankFailure(str(error), is_input, isinstance(error, OSError))
+        with contextlib.suppress(BrokenPipeError):
+            pipe.send_bytes(msgspec.msgpack.encode(failure))

@@ -1,8 +1,8 @@
-"""A rank of an engine: its weights, its cache, its peers, and one step at a time.
+"""One rank of an engine: its weights, its cache, its peers, and one step at a time.
 
-A rank decides nothing. It runs the plans it is given, in order, on the thread
-that calls ``execute``. An extension may accompany it: the part of an integration
-that lives on every rank, such as a kvferry endpoint that sends this rank's pages.
+A rank decides nothing; it runs the plans it is given, in order, on the thread that calls
+``execute``. An ``Extension`` is the part of an integration that lives on every rank, such as a
+kvferry endpoint that sends this rank's pages.
 """
 
 from __future__ import annotations
@@ -18,51 +18,48 @@ from numpy.typing import NDArray
 
 from kvferry import Layout
 from kvferry.reference.engine.cache import RankCache, zeroed
+from kvferry.reference.engine.requests import Sample, SampleFailed, StepPlan, StepResult
 from kvferry.reference.engine.sampling import sample
-from kvferry.reference.engine.steps import Sample, SampleFailed, StepPlan, StepResult
-from kvferry.reference.models.compute.batch import make_batch
-from kvferry.reference.models.compute.build import Build
-from kvferry.reference.models.compute.decoder import Decoder
-from kvferry.reference.models.compute.scratch import Scratch
-from kvferry.reference.models.compute.shard import shard_of
+from kvferry.reference.models.batch import make_batch
 from kvferry.reference.models.config import ModelConfig
+from kvferry.reference.models.decoder import Decoder
+from kvferry.reference.models.layers import Build, Scratch
+from kvferry.reference.models.shard import shard_of
 from kvferry.reference.models.weights import Weights
-from kvferry.reference.ranks.collectives import connect
+from kvferry.reference.ranks.collectives import RankLinks, connect
 
 
 class Extension:
-    """What may be added to a rank. This one adds nothing; override what you need.
+    """Hooks beside a rank; this base class does nothing.
 
-    Called on the rank's own thread, in this order: ``allocate``, ``start``, then
-    ``before`` and ``after`` around every step with ``computed`` for each layer between
-    them, and ``close``.
+    Called on the rank's thread, in this order: ``allocate``, ``start``, then ``before`` and
+    ``after`` around every step with ``computed`` for each layer between them, and ``close``.
     """
 
     def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Zeroed host memory for the cache (not asked for on a GPU)."""
+        """Return zeroed host memory for the cache (not called on a GPU)."""
         return zeroed(num_bytes)
 
     def start(self, cache: RankCache) -> None:
-        """The cache is there and all ranks have met."""
+        """Take the cache, once all ranks are connected."""
 
     def before(self, plan: StepPlan) -> None:
-        """A step begins; ``plan.commands`` are what the driver's caller posted."""
+        """Prepare a step; ``plan.commands`` are those that the driver's caller posted."""
 
     def computed(self, plan: StepPlan, layer: int) -> None:
-        """That layer's entries of the step are in this rank's pages; on a GPU, queued."""
+        """Handle a layer whose entries are in this rank's pages (on a GPU: are queued)."""
 
     def after(
         self, plan: StepPlan, samples: Sequence[Sample], failures: Sequence[SampleFailed]
     ) -> list[bytes]:
-        """The step's entries are in this rank's pages; answer with notes for the caller.
+        """Finish a step and return notes for the caller.
 
-        Only the lead rank has samples and failures to sample. On a GPU the work is queued, not
-        done. The first work of a request begins behind its cached prefix, if it has one.
+        Only the lead rank has samples and failures. On a GPU the work is queued, not done.
         """
         return []
 
     def close(self) -> None:
-        """The rank ends."""
+        """Release everything; the rank ends."""
 
 
 # Called with the rank's number in the rank's process, so it must be picklable.
@@ -70,12 +67,12 @@ MakeExtension = Callable[[int], Extension]
 
 
 def no_extension(rank: int) -> Extension:
-    """For an engine that works by itself."""
+    """Return an extension that does nothing."""
     return Extension()
 
 
 class RankSetup(NamedTuple):
-    """What every rank of an instance is made from. Sent to its process."""
+    """Everything that a rank is made from; sent to its process."""
 
     folder: Path
     config: ModelConfig
@@ -91,9 +88,9 @@ class RankSetup(NamedTuple):
 
 
 class RankWorker:
-    """One rank, ready to run plans. ``cache`` is its memory."""
+    """One rank, ready to run plans."""
 
-    def __init__(self, setup: RankSetup, rank: int, folder: Path) -> None:
+    def __init__(self, setup: RankSetup, rank: int, links: RankLinks) -> None:
         torch.set_num_threads(setup.threads)
         self.rank = rank
         self.device = _device(setup.device, rank)
@@ -107,7 +104,7 @@ class RankWorker:
             device=self.device,
             allocate=self.extension.allocate,
         )
-        self._comm = connect(shard, self.device, folder, setup.timeout_s)
+        self._comm = connect(shard, self.device, links, setup.lost_s)
         try:
             with Weights(setup.folder, setup.dtype, self.device) as weights:
                 scratch = Scratch(setup.dtype, self.device)
@@ -134,13 +131,12 @@ class RankWorker:
         return sample(logits, [work for work in plan.works if work.sampling is not None])
 
     def close(self) -> None:
-        """Leave the other ranks."""
+        """Close the extension and leave the other ranks."""
         self.extension.close()
         self._comm.close()
 
 
 def _device(name: str, rank: int) -> torch.device:
-    """On a host with GPUs each rank has its own."""
     if name == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", rank)

@@ -1,7 +1,7 @@
-"""Messages of an engine's rooms: what the driver tells its ranks, and what they answer.
+"""Messages between an engine's driver and its ranks about rooms.
 
-Commands travel with a step's plan, notes with its answer, both as bytes that the engine passes
-on without reading them. Pure.
+Commands travel with a step's plan and notes with its results, both as bytes that the engine
+does not read.
 """
 
 from __future__ import annotations
@@ -9,13 +9,11 @@ from __future__ import annotations
 import msgspec
 
 from kvferry import Done, Failure, Outcome, RankAgreement, Room
-from kvferry.reference.engine.steps import Sample
-
-# ---------------------------------------------------------------- from the driver
+from kvferry.reference.engine.requests import Sample
 
 
 class OpenCommand(msgspec.Struct, frozen=True, tag=True):
-    """To sources: this request is about to be computed and belongs to that room."""
+    """To sources: this request, about to be computed, belongs to that room."""
 
     request: str
     room: Room
@@ -26,7 +24,7 @@ class OpenCommand(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReceiveCommand(msgspec.Struct, frozen=True, tag=True):
-    """To targets: have this request's cache written into these pages, and no other's."""
+    """To targets: receive this request's cache into these pages."""
 
     request: str
     room: Room
@@ -42,19 +40,13 @@ class ReceiveCommand(msgspec.Struct, frozen=True, tag=True):
 
 
 class AbortCommand(msgspec.Struct, frozen=True, tag=True):
-    """To either: give the request's room up, if it has not ended."""
+    """To either side: abort the request's room if it has not ended."""
 
     request: str
 
 
-Command = OpenCommand | ReceiveCommand | AbortCommand
-_COMMANDS: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
-
-# ---------------------------------------------------------------- from a rank
-
-
 class EndedNote(msgspec.Struct, frozen=True, tag=True):
-    """The rank's part of the request's room is done, or failed."""
+    """From a rank: its part of the request's room is done, or failed."""
 
     request: str
     failure: Failure | None = None
@@ -62,22 +54,17 @@ class EndedNote(msgspec.Struct, frozen=True, tag=True):
 
     @staticmethod
     def of(request: str, outcome: Outcome) -> EndedNote:
-        """The end of a request's room, as its handle has it."""
+        """Return the note of a handle's outcome."""
         if isinstance(outcome, Failure):
             return EndedNote(request, outcome)
         return EndedNote(request, metadata=outcome.metadata)
 
-    @property
-    def outcome(self) -> Outcome:
-        """As an agreement takes it."""
-        return self.failure or Done(self.metadata)
-
 
 class ReleasedNote(msgspec.Struct, frozen=True, tag=True):
-    """No transfer touches the rank's pages of the request any more.
+    """From a rank: no transfer touches its pages of the request any more.
 
-    ``moved`` are the bytes that the rank has written for it by each mode, ``carried``
-    those of all rooms since it started, ``links`` the transport to each of its peers.
+    ``moved`` are the bytes that the rank has written for the room by mode, ``carried`` those
+    of all rooms so far, ``links`` the transport to each of its peers.
     """
 
     request: str
@@ -86,14 +73,10 @@ class ReleasedNote(msgspec.Struct, frozen=True, tag=True):
     links: dict[str, str] = {}
 
 
-Note = EndedNote | ReleasedNote
-_NOTES: msgspec.msgpack.Decoder[Note] = msgspec.msgpack.Decoder(Note)
-
-
 class FirstTokenNote(msgspec.Struct, frozen=True):
-    """What the lead source adds to a room: the first token, and who can say how it went.
+    """Metadata of a room: the first token, and the worker that knows how the room was written.
 
-    ``life`` is that of the worker at ``http``, which takes signed questions for it alone.
+    ``life`` is the life of the worker at ``http`` for which questions to it are signed.
     """
 
     sample: Sample
@@ -101,24 +84,30 @@ class FirstTokenNote(msgspec.Struct, frozen=True):
     life: str = ""
 
 
+Command = OpenCommand | ReceiveCommand | AbortCommand
+Note = EndedNote | ReleasedNote
+_COMMANDS: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_NOTES: msgspec.msgpack.Decoder[Note] = msgspec.msgpack.Decoder(Note)
+
+
 def encode(message: Command | Note | FirstTokenNote) -> bytes:
-    """As it travels."""
+    """Return a message as it travels."""
     return msgspec.msgpack.encode(message)
 
 
 def decode_note(note: bytes) -> Note:
-    """A rank's note, on the driver."""
+    """Return a rank's note."""
     return _NOTES.decode(note)
 
 
 def decode_command(command: bytes) -> Command:
-    """What the driver says, on a rank."""
+    """Return a driver's command."""
     return _COMMANDS.decode(command)
 
 
 def take_note(agreement: RankAgreement, rank: int, note: Note) -> None:
-    """A rank has spoken of a room."""
+    """Add a rank's note to the agreement of its instance."""
     if isinstance(note, ReleasedNote):
         agreement.release(rank, note.moved)
     else:
-        agreement.end(rank, note.outcome)
+        agreement.end(rank, note.failure or Done(note.metadata))

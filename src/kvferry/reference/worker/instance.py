@@ -1,13 +1,12 @@
 """A worker: an engine on its ranks, its endpoints, and an HTTP API in front of it.
 
-``run_instance`` is the whole life of a worker's process. The engine runs in a
-thread of its own (``loop.py``), HTTP in the thread that calls; they talk through
-queues. Nothing is printed. Whoever started the worker learns that it is ready
-from the ``ready`` callback, from ``GET /healthz``, or from the discovery service:
+``run_instance`` is the whole life of a worker's process. The engine runs in a thread of its
+own (``loop.py``), HTTP in the calling thread. Whoever started the worker learns that it is
+ready from the ``ready`` callback, from ``GET /healthz``, or from the discovery service.
 
-A worker registers there as ``<name>@http`` beside its ranks, with the metadata
-``role``, ``http`` (its URL), ``model`` and ``instance`` (its name, as ``prefill``
-in a body wants it). Prefill ranks also register as ``<name>``, for decode ranks.
+A worker registers there as ``<name>@http`` beside its ranks, with the metadata ``role``,
+``http`` (its URL), ``model`` and ``instance`` (its name). Prefill ranks also register as
+``<name>``, for decode ranks.
 """
 
 from __future__ import annotations
@@ -45,43 +44,44 @@ from kvferry.http.site import HttpSite
 from kvferry.reference.api.bodies import Serving
 from kvferry.reference.api.routes import Api
 from kvferry.reference.engine.engine import Engine, EngineOptions
-from kvferry.reference.engine.layouts import layout_for
 from kvferry.reference.engine.requests import EngineRole
+from kvferry.reference.models.config import layout_for
 from kvferry.reference.ranks.rank import MakeExtension, no_extension
-from kvferry.reference.transfer.decode import DecodeExtension
-from kvferry.reference.transfer.extension import EndpointSettings
-from kvferry.reference.transfer.prefill import PrefillExtension
+from kvferry.reference.transfer.extensions import (
+    DecodeExtension,
+    EndpointSettings,
+    PrefillExtension,
+)
 from kvferry.reference.worker.loop import EngineLoop
 from kvferry.security.signing import RequestVerifier
 
 log = logging.getLogger(__name__)
 
-# "@" sets a worker apart from its ranks at the discovery service.
+# "@" tells a worker from its ranks at the discovery service.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+/-]{0,199}")
 SHUTDOWN_S = 2.0
 # The caller's connection, and one to the prefill worker that is asked how a room ended.
 FILES_EACH = 2
 
 
-class WorkerRole(StrEnum):
-    """Which half of a request a worker computes for others. Alone, either can do both."""
+class InstanceRole(StrEnum):
+    """Which half of a request a worker computes; without a room, either computes both."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class InstanceOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker is made from.
+    """Options of a worker.
 
-    ``folder`` is the model's, ``model`` the name under which it is served (the
-    folder's, if empty). ``advertise`` is the resolve_ip address at which others reach
-    this host, for HTTP and for transfers; ``host`` if empty. ``deadline_s`` is for
-    a transfer whose caller names none, ``request_s`` for every request as a whole; no
-    transfer may hold pages for longer than that. ``layers`` is how many a prefill
+    ``folder`` is the model's, ``model`` the name under which it is served (by default the
+    folder's). ``advertise`` is the address at which others reach this host (by default
+    ``host``). ``deadline_s`` is for a transfer whose caller gives none, ``request_s`` for a
+    whole request; no transfer holds pages for longer. ``layers`` is how many layers a prefill
     worker pushes at a time.
     """
 
-    role: WorkerRole
+    role: InstanceRole
     name: str
     folder: str
     model: str = ""
@@ -114,18 +114,24 @@ class InstanceOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fingerprint(self) -> str:
-        """What the other side must serve too. Files are read for it."""
+        """The checkpoint's fingerprint, which the other side must share. Reads files."""
         config = read_config(self.folder)
         return model_fingerprint(self.folder, config, dtype=str(self.engine.dtype))
 
     @property
     def reached_at(self) -> str:
-        """The resolve_ip address of this host for others."""
-        return _reachable(self.advertise or self.host)
+        """The numeric address of this host for others."""
+        host = self.advertise or self.host
+        address = resolve_ip(host)
+        if ipaddress.ip_address(address).is_unspecified:
+            raise InputError(
+                f"others cannot reach {host}; give an address that they can, with --advertise"
+            )
+        return address
 
 
 def extension_for(options: InstanceOptions, url: str = "", life: str = "") -> MakeExtension:
-    """What goes with every rank: an endpoint of the worker's side, if there is discovery."""
+    """Return the extension of every rank: an endpoint, if there is a discovery service."""
     if options.discovery is None:
         return no_extension
     settings = EndpointSettings(
@@ -139,7 +145,7 @@ def extension_for(options: InstanceOptions, url: str = "", life: str = "") -> Ma
         layers=options.layers,
         config=msgspec.structs.replace(options.endpoint, host=options.reached_at),
     )
-    kind = PrefillExtension if options.role is WorkerRole.PREFILL else DecodeExtension
+    kind = PrefillExtension if options.role is InstanceRole.PREFILL else DecodeExtension
     return partial(kind, settings)
 
 
@@ -148,29 +154,27 @@ class EngineInstance:
 
     def __init__(self, options: InstanceOptions, extend: MakeExtension | None = None) -> None:
         self.options = options
-        self._key = load_cluster_key(options.key_file)
-        self._guard = RequestVerifier(self._key.http) if self._key is not None else None
-        # Without a key on loopback only: whoever reaches a worker can have it compute.
-        address, reached_at = (
-            checked_bind_address(options.host, options.port, self._key),
-            options.reached_at,
-        )
-        self._listener = bind_socket(address, options.port)
+        self._key = key_in(options.key_file)
+        self._verifier = RequestVerifier(self._key.http) if self._key is not None else None
+        # Refused without a key beyond loopback: whoever reaches a worker can have it compute.
+        address = checked_bind_address(options.host, options.port, self._key)
+        reached_at = options.reached_at
+        self._listener = bound(address, options.port)
         self.url = http_url(reached_at, self._listener)
         self._extend = extend
-        role = EngineRole.PREFILL if options.role is WorkerRole.PREFILL else EngineRole.DECODE
+        role = EngineRole.PREFILL if options.role is InstanceRole.PREFILL else EngineRole.DECODE
         self.loop = EngineLoop(self._make_engine, role)
         self._role = EngineRole.WHOLE if options.discovery is None else role
         self._client: DiscoveryClient | None = None
         self._site: HttpSite | None = None
 
     def _make_engine(self) -> Engine:
-        life = self._guard.life if self._guard is not None else ""
+        life = self._verifier.life if self._verifier is not None else ""
         extend = self._extend or extension_for(self.options, self.url, life)
         return Engine(Path(self.options.folder), self.options.engine, extend=extend)
 
     async def start(self) -> str:
-        """Load the model, take requests, and say so at the discovery service; the URL."""
+        """Load the model, accept requests and register; return the URL."""
         options = self.options
         self.loop.begin()
         engine = await asyncio.wrap_future(self.loop.ready)
@@ -181,16 +185,16 @@ class EngineInstance:
             deadline_s=options.deadline_s,
             request_s=options.request_s,
             key=self._key,
-            guard=self._guard,
+            verifier=self._verifier,
         )
         connections = Connections(limits_here(FILES_EACH), api.metrics.registry)
         self._site = HttpSite(api.application(), connections, shutdown_s=SHUTDOWN_S)
         await self._site.start(self._listener)
-        self._announce(engine)
+        self._register(engine)
         log.info("serving name=%s role=%s url=%s", options.name, options.role, self.url)
         return self.url
 
-    def _announce(self, engine: Engine) -> None:
+    def _register(self, engine: Engine) -> None:
         options = self.options
         if options.discovery is None:
             return
@@ -200,7 +204,7 @@ class EngineInstance:
             rank=0,
             incarnation=new_incarnation(),
             fingerprint=options.fingerprint,
-            # The discovery service wants one; a server has a single place, whatever its ranks.
+            # A record needs a layout; an HTTP server is a single place.
             layout=layout_for(engine.config, Parallel()),
             transport="http",
             control=self.url,
@@ -214,7 +218,7 @@ class EngineInstance:
         self._client.register(record, options.endpoint.lease_s)
 
     async def stop(self) -> None:
-        """Leave the discovery service, end every request and every rank. Idempotent."""
+        """Deregister, and end every request and every rank. Idempotent."""
         if self._client is not None:
             await asyncio.to_thread(self._client.close)
         await asyncio.to_thread(self.loop.stop)
@@ -225,10 +229,10 @@ class EngineInstance:
 
 
 def run_instance(options: InstanceOptions, ready: Callable[[str], None] = lambda url: None) -> None:
-    """Serve until SIGINT or SIGTERM; ``ready`` is called with the URL once requests are taken.
+    """Serve until SIGINT or SIGTERM; call ``ready`` with the URL once requests are accepted.
 
-    Raises ``KvferryError`` with one sentence if it can't start, and ``RankLost``
-    if a rank is lost later: then everything has ended, and it may be started again.
+    Raises ``KvferryError`` if it cannot start, and ``RankLost`` if a rank is lost later; then
+    everything has ended, and the worker may be started again.
     """
     asyncio.run(_run(options, ready))
 
@@ -244,7 +248,7 @@ async def _run(options: InstanceOptions, ready: Callable[[str], None]) -> None:
     start = asyncio.create_task(instance.start())
     await asyncio.wait((start, stop), return_when=asyncio.FIRST_COMPLETED)
     if not start.done():
-        # The engine's thread can't be interrupted; it and its ranks end with this process.
+        # The engine's thread cannot be interrupted; it and its ranks end with this process.
         return
     try:
         ready(start.result())
@@ -253,7 +257,7 @@ async def _run(options: InstanceOptions, ready: Callable[[str], None]) -> None:
     finally:
         stop.cancel()
         await instance.stop()
-    # An engine that is stuck in a step has not even died.
+    # A stuck engine is not even done.
     if instance.loop.died.done() and (reason := instance.loop.died.result()) is not None:
         raise reason
 
@@ -275,11 +279,3 @@ def _about(options: InstanceOptions, engine: Engine) -> dict[str, object]:
         "page_tokens": options.engine.page_tokens,
         "max_tokens": engine.config.max_tokens,
     }
-
-
-def _reachable(host: str) -> str:
-    """The address of a host by which others reach it."""
-    address = resolve_ip(host)
-    if ipaddress.ip_address(address).is_unspecified:
-        raise InputError(f"{host} says nothing to others; give the address that they reach this by")
-    return address

@@ -1,8 +1,7 @@
-"""A worker's requests while they are on: what was asked, who listens, where it stands.
+"""Jobs of a worker: a request, who waits for its answer, and its state.
 
-A ``ServeJob`` is made by whoever asks and belongs to the engine's thread from then on.
-What becomes of it is told through ``tell``: pieces, the last of which has a
-``finish``, or one ``JobFailed``. After that nothing is told.
+A ``ServeJob`` belongs to the engine's thread. It reports through ``tell``: pieces, the last of
+which has a ``finish``, or one ``JobFailed``; nothing after that.
 """
 
 from __future__ import annotations
@@ -16,21 +15,20 @@ import msgspec
 from msgspec import Meta
 
 from kvferry import MAX_NAME, RankAgreement, Room
-from kvferry.reference.engine.requests import EngineRequest, FinishReason
-from kvferry.reference.engine.steps import Sample
+from kvferry.reference.engine.requests import EngineRequest, FinishReason, Sample
 
 
 class Fallback(StrEnum):
-    """What decode does when a transfer fails: say so, or compute the prompt itself."""
+    """What decode does when a transfer fails: report it, or compute the prompt itself."""
 
     FAIL = auto()
     LOCAL = auto()
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """The field ``kvferry`` of a body: the room that a request's cache travels in.
+    """The field ``kvferry`` of a request's body: the room in which its cache travels.
 
-    ``prefill`` names the instance that sends it; a prefill worker has no use for it.
+    ``prefill`` names the source instance; only decode reads it.
     """
 
     room: Room
@@ -47,13 +45,12 @@ class Origin(StrEnum):
 
 
 class TransferAccount(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a request's transfer, for its caller.
+    """What the caller is told about a request's transfer.
 
-    ``room`` is None where the prompt was computed here without trying another way. Of
-    decode: ``prefix`` tokens were there, ``num_bytes`` came by ``mode``, ``seconds``
-    after the pages were offered. Of prefill, which does not wait for the transfer: the
-    ``num_bytes`` of the whole prompt's cache, the ``prefix`` that was not computed and
-    the ``chunks`` that were, in ``seconds``.
+    Decode: ``prefix`` tokens were cached, ``num_bytes`` came by ``mode`` within ``seconds``
+    after the pages were offered; ``room`` is None if no transfer was tried. Prefill, which
+    does not wait for the transfer: the ``num_bytes`` of the prompt's whole cache, the
+    ``prefix`` that was cached, and the ``chunks`` computed in ``seconds``.
     """
 
     room: Room | None
@@ -68,9 +65,9 @@ class TransferAccount(msgspec.Struct, frozen=True, kw_only=True):
 class Trouble(StrEnum):
     """Why a job has no answer.
 
-    ENDED: the worker ends, and this job has nothing to do with it. LOST: a rank was lost in a
-    step that ran this job, for an unknown reason. BROKE_WORKER: a step that ran this job raised
-    an exception. SAMPLING: no token could be chosen for this job; the worker goes on.
+    ENDED: the worker ends, unrelated to this job. LOST: a rank was lost in a step that ran
+    this job. BROKE_WORKER: a step that ran this job raised an exception. SAMPLING: no token
+    could be chosen for this job; the worker goes on.
     """
 
     INVALID = auto()
@@ -83,9 +80,9 @@ class Trouble(StrEnum):
 
 
 class RoomEnd(msgspec.Struct, frozen=True):
-    """How a room ended here: why it failed, if it did, and what was written for it.
+    """How a room ended on a prefill worker.
 
-    ``mode`` names all that were taken, the one that carried most first (``staged+slices``).
+    ``mode`` names all transfer modes used, the one with most bytes first (``staged+slices``).
     """
 
     room: Room
@@ -95,10 +92,9 @@ class RoomEnd(msgspec.Struct, frozen=True):
 
 
 class AnswerPiece(msgspec.Struct, frozen=True):
-    """A token of the answer and the text that it brings; the last one has a ``finish``.
+    """A token of the answer and its text; the last piece has a ``finish``.
 
-    ``prefill`` is where a ``RoomEnd`` of the transfer can be had, the URL of a worker and
-    its life: only sources know by which mode they wrote.
+    ``prefill`` is the URL and the life of the worker that knows the room's ``RoomEnd``.
     """
 
     sample: Sample
@@ -115,20 +111,18 @@ class JobFailed(msgspec.Struct, frozen=True):
     message: str
 
 
-Tell = Callable[[AnswerPiece | JobFailed], None]
-
-
 @dataclass(slots=True, eq=False)
 class ServeJob:
     """One request in the engine's hands.
 
-    ``agreement`` is there while ranks have a room of it. ``answered``: nobody waits
-    for anything more. ``over``: nothing is left to do, not even to release.
+    ``agreement`` is set while ranks have a room of it. ``answered``: nobody waits for more.
+    ``over``: nothing is left to do, not even to release. ``asked_as`` and ``traceparent`` are
+    the caller's request id and trace.
     """
 
     request: EngineRequest
     ticket: Ticket | None
-    tell: Tell
+    tell: Callable[[AnswerPiece | JobFailed], None]
     begun_at: float
     deadline: float
     transfer_deadline: float
@@ -141,23 +135,22 @@ class ServeJob:
     prefix: int = 0
     chunks: int = 0
     report: TransferAccount | None = None
-    # Whose it is, for logs and stories: the caller's id of the request, and its trace.
     asked_as: str = ""
     traceparent: str = ""
 
     @property
     def id(self) -> str:
-        """The request's."""
+        """The request's id."""
         return self.request.id
 
     def say(self, piece: AnswerPiece) -> None:
-        """Pass a piece of the answer on, unless nobody wants it."""
+        """Pass on a piece of the answer, unless nobody waits for it."""
         if not self.answered:
             self.answered = piece.finish is not None
             self.tell(piece)
 
     def fail(self, trouble: Trouble, message: str) -> None:
-        """Say that no answer comes, unless nobody wants it."""
+        """Report that no answer comes, unless nobody waits for it."""
         if not self.answered:
             self.answered = True
             self.tell(JobFailed(trouble, message))

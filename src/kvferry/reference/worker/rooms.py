@@ -1,18 +1,20 @@
-"""EngineRooms at an engine: what its driver does when a cache travels. Runs on the engine's thread.
+"""Rooms at an engine: what its driver does while a cache travels. Runs on the engine's thread.
 
-Each side is told what happens to a job and acts on the engine and, by commands,
-on the ranks. It acts on what all ranks agree on: one failure aborts the room on
-the others, and pages are given back when every rank has released them.
+Each side reacts to events of a job and acts on the engine and, by commands, on the ranks. It
+follows what all ranks agree on: one failure aborts the room on the others, and pages are given
+back once every rank has released them.
 
-    prefill:  begin: OpenCommand ─▶ chunks are pushed ─▶ first token: answered ─▶ released: free
-    decode:   admitted: ReceiveCommand ─▶ done on all: decode goes on
-                                └▶ failed: abort ─▶ released: free, or compute here
+    prefill:  begin: open ─▶ chunks are pushed ─▶ first token: answered ─▶ released: free
+    decode:   admitted: receive ─▶ done on all ranks: decode goes on
+                            └▶ failed: abort ─▶ released: free, or compute here
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from abc import ABC, abstractmethod
+from collections import OrderedDict
+from concurrent.futures import Future
 
 import msgspec
 from msgspec.structs import replace
@@ -20,7 +22,7 @@ from msgspec.structs import replace
 from kvferry import Failure, FailureCode, KvferryError, Layout, RankAgreement, Status, digest_of
 from kvferry.reference.engine.engine import Engine
 from kvferry.reference.engine.requests import Admitted, EngineRole, FinishReason, Produced
-from kvferry.reference.transfer.extension import RoomExtension
+from kvferry.reference.transfer.extensions import RoomExtension
 from kvferry.reference.transfer.messages import (
     AbortCommand,
     FirstTokenNote,
@@ -32,46 +34,69 @@ from kvferry.reference.worker.jobs import (
     AnswerPiece,
     Fallback,
     Origin,
+    RoomEnd,
     ServeJob,
     Ticket,
     TransferAccount,
     Trouble,
 )
 
+MAX_ENDS = 1024
+_TOO_LATE = Failure(FailureCode.DEADLINE, "decode had no free pages in time; try again later")
 
-class EngineRooms(ABC):
-    """One side of transfers."""
+
+class RoomEnds:
+    """How the last rooms of a worker ended. Thread-safe and bounded."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ends: OrderedDict[str, Future[RoomEnd]] = OrderedDict()
+
+    def wait_for(self, room: str) -> Future[RoomEnd]:
+        """Return the end of a room, which may be in the future."""
+        with self._lock:
+            return self._get(room)
+
+    def tell(self, end: RoomEnd) -> None:
+        """Record how a room ended."""
+        with self._lock:
+            if self._get(str(end.room)).done():
+                # The same room was used before.
+                del self._ends[str(end.room)]
+            self._get(str(end.room)).set_result(end)
+
+    def _get(self, room: str) -> Future[RoomEnd]:
+        end = self._ends.setdefault(room, Future())
+        self._ends.move_to_end(room)
+        if len(self._ends) > MAX_ENDS:
+            self._ends.popitem(last=False)
+        return end
+
+
+class EngineRooms:
+    """What both sides of transfers have in common; each ignores the events it does not need."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._num_ranks = engine.layout.num_ranks
         extension = engine.worker.extension
         self._model = extension.settings.model if isinstance(extension, RoomExtension) else ""
 
     def _digest(self, job: ServeJob) -> bytes:
-        """What the other side must have computed, or be asked for, to share this job's cache."""
+        """Return what both sides must agree on to share this job's cache."""
         dtype = str(self._engine.options.dtype)
         return digest_of(job.request.prompt, model=self._model, dtype=dtype)
 
-    @abstractmethod
+    def _new_agreement(self) -> RankAgreement:
+        return RankAgreement(self._engine.layout.num_ranks)
+
     def begin(self, job: ServeJob) -> None:
-        """The engine has taken a job with a ticket."""
+        """Handle a job with a ticket that the engine has queued."""
 
-    @abstractmethod
     def admitted(self, job: ServeJob, admitted: Admitted) -> None:
-        """It has its pages."""
+        """Handle a job that has its pages."""
 
-    @abstractmethod
-    def settle(self, job: ServeJob) -> None:
-        """A rank has noted something; act if that decides anything."""
-
-    @abstractmethod
-    def stop(self, job: ServeJob) -> None:
-        """Nobody wants the answer any more."""
-
-    @abstractmethod
     def expire(self, job: ServeJob) -> None:
-        """The time for the transfer is over, and it may not even have begun."""
+        """Handle the deadline of a transfer, which may not have begun."""
 
     def _abort(self, job: ServeJob) -> None:
         if not job.aborted:
@@ -80,23 +105,24 @@ class EngineRooms(ABC):
 
 
 class PrefillRooms(EngineRooms):
-    """Prompts are computed here and continued elsewhere."""
+    """Rooms of prompts that are computed here and continued elsewhere."""
 
     def begin(self, job: ServeJob) -> None:
-        """OpenCommand the room before the first chunk is planned."""
-        left_s = job.transfer_deadline - time.monotonic()
-        job.agreement = RankAgreement(self._num_ranks)
-        whose = job.asked_as, job.traceparent
+        """Open the room before the first chunk is planned."""
+        left_s = max(job.transfer_deadline - time.monotonic(), 0.001)
+        job.agreement = self._new_agreement()
         opened = OpenCommand(
-            job.id, _ticket(job).room, max(left_s, 0.001), self._digest(job), *whose
+            request=job.id,
+            room=_ticket(job).room,
+            deadline_s=left_s,
+            digest=self._digest(job),
+            asked_as=job.asked_as,
+            traceparent=job.traceparent,
         )
         self._engine.post(encode(opened))
 
-    def admitted(self, job: ServeJob, admitted: Admitted) -> None:
-        """Nothing to do: ranks push what they see computed."""
-
     def produced(self, job: ServeJob, produced: Produced) -> None:
-        """The first token is the whole answer; the transfer goes on without it."""
+        """Answer with the first token; the transfer goes on without the job's caller."""
         report = TransferAccount(
             room=_ticket(job).room,
             prefix=job.prefix,
@@ -118,20 +144,14 @@ class PrefillRooms(EngineRooms):
             job.over = True
 
     def stop(self, job: ServeJob) -> None:
-        """Compute no further, and wait for the ranks' release."""
+        """Stop the computation and wait until the ranks release the pages."""
         job.answered = True
         self._engine.cancel(job.id)
         self._abort(job)
 
-    def expire(self, job: ServeJob) -> None:
-        """The endpoints know the deadline themselves."""
-
 
 class DecodeRooms(EngineRooms):
-    """Prompts are computed elsewhere and continued here."""
-
-    def begin(self, job: ServeJob) -> None:
-        """Nothing to offer before there are pages."""
+    """Rooms of prompts that are computed elsewhere and continued here."""
 
     def admitted(self, job: ServeJob, admitted: Admitted) -> None:
         """Offer the pages to the prefill instance."""
@@ -143,7 +163,7 @@ class DecodeRooms(EngineRooms):
             self._fail(job, _TOO_LATE)
             self._free(job)
             return
-        job.agreement = RankAgreement(self._num_ranks)
+        job.agreement = self._new_agreement()
         num_pages = self._engine.scheduler.blocks.pages_for(tokens)
         command = ReceiveCommand(
             request=job.id,
@@ -175,20 +195,23 @@ class DecodeRooms(EngineRooms):
                 self._free(job)
 
     def _fail(self, job: ServeJob, failure: Failure) -> None:
-        """Tell the caller at once, unless the prompt is to be computed here."""
+        """Tell the caller, unless the prompt is to be computed here."""
         if _ticket(job).fallback is Fallback.FAIL:
             job.fail(Trouble.TRANSFER, str(failure))
 
     def _free(self, job: ServeJob) -> None:
-        """No transfer touches the pages: use them for the prompt, or give them back."""
+        """Use the pages to compute the prompt, or give them back; no transfer touches them."""
         if job.answered:
             self._engine.cancel(job.id)
             self._engine.release(job.id)
             job.over = True
             return
+        self._mark_recomputed(job)
+        self._engine.recompute(job.id)
+
+    def _mark_recomputed(self, job: ServeJob) -> None:
         job.recomputed = True
         job.report = TransferAccount(room=_ticket(job).room, source=Origin.RECOMPUTED)
-        self._engine.recompute(job.id)
 
     def _arrive(self, job: ServeJob, metadata: bytes) -> None:
         try:
@@ -199,21 +222,19 @@ class DecodeRooms(EngineRooms):
             self._free(job)
             return
         assert job.admitted_at is not None
-        tokens = len(job.request.prompt)
         job.report = TransferAccount(
             room=_ticket(job).room,
             source=Origin.TRANSFERRED,
             prefix=job.prefix,
-            num_bytes=num_bytes(self._engine.layout, tokens, job.prefix),
+            num_bytes=_num_bytes(self._engine.layout, len(job.request.prompt), job.prefix),
             seconds=time.monotonic() - job.admitted_at,
         )
         job.over = produced.finish is not None
         where = (first.http, first.life) if first.http else None
-        piece = AnswerPiece(produced.sample, produced.text, produced.finish, job.report, where)
-        job.say(piece)
+        job.say(AnswerPiece(produced.sample, produced.text, produced.finish, job.report, where))
 
     def stop(self, job: ServeJob) -> None:
-        """Take the offer back, if there is one, and wait for the ranks' release."""
+        """Take the offer back, if there is one, and wait until the ranks release the pages."""
         job.answered = True
         pinned = self._engine.cancel(job.id)
         if job.agreement is not None:
@@ -224,20 +245,16 @@ class DecodeRooms(EngineRooms):
         job.over = True
 
     def expire(self, job: ServeJob) -> None:
-        """What waits for pages until its transfer is too late need not wait for those."""
+        """Give up a transfer whose job still waits for pages."""
         if job.admitted_at is not None or job.recomputed:
             return
         self._fail(job, _TOO_LATE)
         self._engine.cancel(job.id)
         job.over = job.answered
         if not job.answered:
-            job.recomputed = True
-            job.report = TransferAccount(room=_ticket(job).room, source=Origin.RECOMPUTED)
+            self._mark_recomputed(job)
             job.request = replace(job.request, role=EngineRole.WHOLE)
             self._engine.add(job.request)
-
-
-_TOO_LATE = Failure(FailureCode.DEADLINE, "decode had no free pages in time; try again later")
 
 
 def _ticket(job: ServeJob) -> Ticket:
@@ -245,12 +262,12 @@ def _ticket(job: ServeJob) -> Ticket:
     return job.ticket
 
 
-def num_bytes(layout: Layout, tokens: int, prefix: int) -> int:
-    """What all ranks of a target together receive for a request."""
+def _num_bytes(layout: Layout, tokens: int, prefix: int) -> int:
+    """Return what all ranks of a target together receive for a request."""
     total = 0
     for rank in range(layout.num_ranks):
-        for holding in layout.rank_shards(rank):
-            group = layout.spec.group(holding.group)
-            entries = len(group.owed(tokens, prefix)) * len(group.layers_in(holding.layers))
-            total += entries * len(holding.units) * group.unit_bytes
+        for shard in layout.rank_shards(rank):
+            group = layout.spec.group(shard.group)
+            entries = len(group.owed(tokens, prefix)) * len(group.layers_in(shard.layers))
+            total += entries * len(shard.units) * group.unit_bytes
     return total
