@@ -125,9 +125,9 @@ class Rank:
         self.regions = [_bytes(size) for size in self.pools.region_bytes]
         self.addresses = tuple(region.data_ptr() for region in self.regions)
 
-    def side(self, pages: Pages) -> Side:
+    def side(self, pages: Pages) -> PagedView:
         """Return the side of a request in these pages."""
-        return Side(self.pools.map, {"kv": PageTable(pages)})
+        return PagedView(self.pools.map, {"kv": PageTable(pages)})
 
     def tokens(self, layer: int, tensor: int, pages: Pages) -> torch.Tensor:
         """Return the request's tokens of one tensor as [tokens, heads, bytes]."""

@@ -70,8 +70,10 @@ def fragmented(layout: Layout, rank: int, num_tokens: int, seed: int) -> PagedVi
     return PagedView(pools.map, {"kv": PageTable(pages)})
 
 
-def _copy(side: Side) -> Side:
-    return Side(side.pools, {name: PageTable(table.pages) for name, table in side.tables.items()})
+def _copy(side: PagedView) -> PagedView:
+    return PagedView(
+        side.pools, {name: PageTable(table.pages) for name, table in side.tables.items()}
+    )
 
 
 def bind_case(name: str, source: Layout, target: Layout, num_tokens: int) -> dict[str, Any]:

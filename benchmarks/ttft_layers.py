@@ -108,14 +108,14 @@ async def compare(
         sessions = [await stack.enter_async_context(session_for(url)) for url in urls]
         rows = []
         for tokens in sizes:
-            rounds = await ask_all(sessions, Asker(model, tokens, 4, SEED), args.repeat)
+            rounds = await ask_all(sessions, PromptGenerator(model, tokens, 4, SEED), args.repeat)
             rows.append(row(tokens, settings, rounds))
             print(rows[-1], file=sys.stderr, flush=True)
         return rows
 
 
 async def ask_all(
-    sessions: list[aiohttp.ClientSession], asker: Asker, repeat: int
+    sessions: list[aiohttp.ClientSession], asker: PromptGenerator, repeat: int
 ) -> list[list[LoadReply]]:
     """Return the replies of all clusters to each prompt, asked in alternating order."""
     rounds = []

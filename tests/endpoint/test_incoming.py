@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from endpoint.fleets import HEADS, HYBRID, layout
 
-from kvferry.endpoint.incoming import bad_pages
+from kvferry.endpoint.incoming import pages_of
 from kvferry.layout.intervals import Span
 from kvferry.plan.plan import Block
 from kvferry.protocol.messages import PageTableMessage
@@ -19,8 +19,8 @@ def lacking(group: str, first: int, end: int, layers: Span | None = None) -> Blo
 def test_every_page_that_lacks_something_is_bad() -> None:
     tables = (PageTableMessage("kv", (7, 3, 11, 5)),)
     missing = [lacking("kv", 5, 6), lacking("kv", 11, 13, Span(2, 3))]
-    assert bad_pages(PLAIN, 0, tables, missing) == {"kv": [3, 11, 5]}
-    assert bad_pages(PLAIN, 0, tables, []) == {}
+    assert pages_of(PLAIN, 0, tables, missing) == {"kv": [3, 11, 5]}
+    assert pages_of(PLAIN, 0, tables, []) == {}
 
 
 def test_bad_pages_behind_a_prefix_and_with_state() -> None:
@@ -31,13 +31,13 @@ def test_bad_pages_behind_a_prefix_and_with_state() -> None:
         PageTableMessage("conv", (4,)),
     )
     missing = [lacking("full", 9, 10), lacking("conv", 15, 16, Span(1, 2))]
-    assert bad_pages(its, 0, tables, missing) == {"full": [8], "conv": [4]}
+    assert pages_of(its, 0, tables, missing) == {"full": [8], "conv": [4]}
 
 
 def test_bad_pages_of_one_rank_of_context_parallelism() -> None:
     its = layout(HEADS, 4, cp=2)
     tables = (PageTableMessage("kv", (6, 2)),)
     # Tokens 1, 3, 5, 7 are on its first page, 9 on its second; 8 is another rank's.
-    assert bad_pages(its, 1, tables, [lacking("kv", 7, 9)]) == {"kv": [6]}
-    assert bad_pages(its, 1, tables, [lacking("kv", 8, 10)]) == {"kv": [2]}
-    assert bad_pages(its, 1, tables, [lacking("kv", 8, 9)]) == {}
+    assert pages_of(its, 1, tables, [lacking("kv", 7, 9)]) == {"kv": [6]}
+    assert pages_of(its, 1, tables, [lacking("kv", 8, 10)]) == {"kv": [2]}
+    assert pages_of(its, 1, tables, [lacking("kv", 8, 9)]) == {}

@@ -78,7 +78,7 @@ class Bench:
 
     def check(self, job: ScatterJob, room: str, *blocks: Block) -> None:
         """Check that a job copies these blocks."""
-        side = Side(POOLS, self.rooms[room].request.page_tables)
+        side = PagedView(POOLS, self.rooms[room].request.page_tables)
         wanted = bind(PLAN, RankPair(0, 0), REQUEST, StagingView(), side, blocks)
         for got, right in zip(job.bind().descriptors(), wanted.descriptors(), strict=True):
             np.testing.assert_array_equal(got, right)

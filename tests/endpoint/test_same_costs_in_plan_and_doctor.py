@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from kvferry import EndpointConfig, LinkCost, SourceEndpoint
 from kvferry.cli.doctor import DoctorRequest, cluster
 from kvferry.cli.main import build_parser
-from kvferry.cli.plan.command import read_link
+from kvferry.cli.plan.command import read_cost_model
 from kvferry.endpoint.link_costs import copy_speed
 from kvferry.endpoint.setup import make_transport
 from kvferry.memory.pools import Memory
@@ -33,7 +33,7 @@ def at_start(transport: str, config: EndpointConfig) -> LinkCost:
 )
 def test_plan_uses_the_default_costs_of_an_endpoint(transport: str, link: str) -> None:
     """All but the copy speed, which an endpoint measures at its start."""
-    planned = read_link(link)
+    planned = read_cost_model(link)
     started = at_start(transport, EndpointConfig())
     assert started.copy_bytes_per_s == copy_speed()
     assert replace(started, copy_bytes_per_s=planned.copy_bytes_per_s) == planned
@@ -58,6 +58,6 @@ def test_costs_can_be_configured() -> None:
 )
 def test_doctor_uses_the_same_costs_as_plan(transport: str, device: str, link: str) -> None:
     args = build_parser().parse_args(["doctor", *SIDES.split()])
-    pairing = fit.read_pairing(args, Asked(transport=transport, device=device))
-    assert isinstance(pairing, fit.Pairing)
+    pairing = cluster.read_pairing(args, DoctorRequest(transport=transport, device=device))
+    assert isinstance(pairing, cluster.Pairing)
     assert pairing.costs.link_cost == read_cost_model(link)

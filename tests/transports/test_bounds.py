@@ -30,7 +30,7 @@ def pieces_of(
 
 
 @st.composite
-def parts(draw: st.DrawFn, *, inside: bool) -> Part:
+def parts(draw: st.DrawFn, *, inside: bool) -> BindingPart:
     """Pieces anywhere, or only in existing regions and at non-negative offsets."""
     least = 0 if inside else -8
     offsets = st.integers(max(least, -2), 60)
@@ -97,7 +97,7 @@ def test_layers_with_the_same_first_and_last_base_are_distinguished() -> None:
     first, last = Base(0, 0, 0), Base(2, 0, 40)
     for middle, good in ((Base(1, 0, 20), True), (Base(1, 1, 0), False), (Base(1, 0, 20), True)):
         bases = (first, middle, last)
-        part = Part("g", "t", tuple(Base(i, 0, 0) for i in range(3)), bases, pieces)
+        part = BindingPart("g", "t", tuple(Base(i, 0, 0) for i in range(3)), bases, pieces)
         assert (find_violation(Binding((part,)), wide, narrow) is None) == good
 
 
@@ -162,7 +162,7 @@ def test_sums_that_overflow_are_outside(
 ) -> None:
     """In 64 bits these sums wrap to nearly zero."""
     pieces = pieces_of([segment], stride, (0, 0))
-    binding = Binding((Part("g", "t", (Base(0, 0, 0),), (Base(0, 0, 0),), pieces),))
+    binding = Binding((BindingPart("g", "t", (Base(0, 0, 0),), (Base(0, 0, 0),), pieces),))
     assert violation(binding, [1 << 40], [1 << 40]) is not None
 
 

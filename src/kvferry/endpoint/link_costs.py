@@ -18,7 +18,7 @@ from kvferry.endpoint.config import EndpointConfig
 from kvferry.endpoint.setup import SCRATCH_BYTES, EndpointSetup
 from kvferry.memory.copy.cpu import copy_binding
 from kvferry.memory.staging import allocate
-from kvferry.plan.bind import Binding, Part
+from kvferry.plan.bind import Binding, BindingPart
 from kvferry.plan.coalesce import Pieces, Stride
 from kvferry.plan.cost import LARGE_PIECE_BYTES, SMALL_PIECE_BYTES, LinkCost, default_link_cost
 from kvferry.plan.places import Base
@@ -133,4 +133,4 @@ def scattered(
     one = np.ones(num_pieces, dtype=np.int64)
     flat = Stride(piece_bytes, piece_bytes)
     pieces = Pieces(offsets, offsets, one * piece_bytes, one, one, flat, flat, whole_pages=True)
-    return Binding((Part("", "", (source,), (target,), pieces),))
+    return Binding((BindingPart("", "", (source,), (target,), pieces),))

@@ -127,7 +127,7 @@ def _extremes(pieces: Pieces) -> tuple[list[int], list[int]]:
 
 
 def _check_segments(
-    part: Part, source_sizes: Sequence[int], target_sizes: Sequence[int]
+    part: BindingPart, source_sizes: Sequence[int], target_sizes: Sequence[int]
 ) -> str | None:
     pieces = _without_empty(part.pieces)
     if not len(pieces.lengths):

@@ -11,7 +11,7 @@ from running import SHAPE
 
 from kvferry.cli.doctor import DoctorRequest, State, cluster
 from kvferry.cli.main import build_parser
-from kvferry.discovery.server import DiscoveryServer
+from kvferry.discovery.http.server import DiscoveryServer
 from kvferry.errors import Reason
 from kvferry.security.keys import ClusterKey
 

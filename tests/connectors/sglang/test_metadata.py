@@ -8,7 +8,7 @@ import pytest
 
 from kvferry import InputError
 from kvferry.connectors.sglang.metadata import MetadataRows, RowShape, decoded, encoded
-from kvferry.reference.engine.steps import Sample
+from kvferry.reference.engine.requests import Sample
 from kvferry.reference.transfer.messages import FirstTokenNote, encode
 
 SHAPE = RowShape((64, 16, 64), room=2)

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
                 output.step("asking, all at once")
                 answers = ask_all(url, max_tokens, output.answer)
         except PartFailed as error:
-            raise PartFailed(f"{error}{last_words(log)}") from None
+            raise PartFailed(f"{error}{last_log_line(log)}") from None
     # Only now, so that decode cannot have its answers from the single process.
     output.step("everything is stopped; now the same in a single process")
     results = compare(model.folder, answers, max_tokens, decode.dtype, decode.device)

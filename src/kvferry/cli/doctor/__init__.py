@@ -80,9 +80,9 @@ class DoctorRequest(msgspec.Struct, frozen=True, kw_only=True):
     def transports(self) -> tuple[str, ...]:
         """The transports that the name stands for, best first."""
         # Probes import this module and must start without what a transport needs.
-        from kvferry.transports.transport_set import asked_for  # noqa: PLC0415
+        from kvferry.transports.transport_set import transport_names  # noqa: PLC0415
 
-        return asked_for(self.transport)
+        return transport_names(self.transport)
 
     @property
     def best_transport(self) -> str:

@@ -16,7 +16,7 @@ import zmq
 from kvferry.cli.doctor import Area, DoctorRequest, Finding
 from kvferry.cli.parsing import whole
 from kvferry.cli.sides import Sides, both_sides, read_side, read_spec
-from kvferry.discovery.http_backend import HttpDiscovery
+from kvferry.discovery.http.backend import HttpDiscovery
 from kvferry.discovery.records import DiscoveryError, DiscoveryFault
 from kvferry.endpoint.control.sockets import ControlClient, ControlServer
 from kvferry.errors import InputError, Reason, Refused

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         # Sockets and transports import slowly, and other commands do not need them.
         from kvferry.cli.doctor.cluster import read_pairing  # noqa: PLC0415
-        from kvferry.discovery.http_backend import HttpDiscovery  # noqa: PLC0415
+        from kvferry.discovery.http.backend import HttpDiscovery  # noqa: PLC0415
     except ImportError as error:
         raise InputError(
             f"a package that kvferry needs is missing or broken ({error}); "

@@ -119,7 +119,7 @@ def probe_copy() -> Document:
     """Compile or load the copy loop; return its speed beside that of a plain copy."""
     import numpy as np  # noqa: PLC0415
 
-    from kvferry.endpoint.calibration import scattered  # noqa: PLC0415
+    from kvferry.endpoint.link_costs import scattered  # noqa: PLC0415
     from kvferry.memory.copy.cpu import copy_binding, warm_up  # noqa: PLC0415
     from kvferry.memory.copy.reference import copy_pieces  # noqa: PLC0415
     from kvferry.plan.places import Base  # noqa: PLC0415

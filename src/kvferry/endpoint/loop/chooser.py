@@ -81,8 +81,8 @@ class Chooser:
         self, transfer: TransferRequest, blocks: Sequence[Block]
     ) -> Callable[[], Binding]:
         """Return a function that binds blocks to a slot. Any thread may call it."""
-        outline = self._outline(transfer, None, blocks)
-        return partial(outline.on, self._tables(transfer.room), None)
+        template = self._template(transfer, None, blocks)
+        return partial(template.bind, self._tables(transfer.room), None)
 
     def forget(self, room: Room) -> None:
         """Drop what is cached for a room."""
@@ -93,8 +93,8 @@ class Chooser:
         room, key = transfer.room, _key(transfer, whole)
         binding = self._cache.get(room, key)
         if binding is None:
-            outline = self._outline(transfer, self._links[transfer.session].hello.pools, (whole,))
-            binding = outline.on(self._tables(room), transfer.page_tables)
+            template = self._template(transfer, self._links[transfer.session].hello.pools, (whole,))
+            binding = template.bind(self._tables(room), transfer.page_tables)
             self._cache.keep(room, key, binding)
         return binding if block == whole else binding.of_layers(block.layers)
 

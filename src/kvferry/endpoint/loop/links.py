@@ -110,7 +110,7 @@ class TargetLinkTable:
         self._observer.link_up(link.peer, transport.name)
         if transport.supports_write_now:
             link.inline = result
-        self._costs.reached(session, transport.name, link.metadata.liveness_port[0])
+        self._costs.add(session, transport.name, link.metadata.liveness_port[0])
         self._answer(MemoryReached(session, transport.name))
         calibration = None if transport.maps_peer else self._calibration(link.metadata)
         if calibration is not None and self._costs.start_if_due(session, time.monotonic()):

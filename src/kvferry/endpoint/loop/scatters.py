@@ -76,7 +76,7 @@ class StagedScatters:
                 job.fail(str(error))
                 self.copied(job)
                 return
-            job.bind = partial(outline.on, None, handle.request.page_tables)
+            job.bind = partial(template.bind, None, handle.request.page_tables)
         self._copier.submit(job)
 
     def _template(self, action: Scatter, blocks: tuple[Block, ...]) -> BindingTemplate:
@@ -92,7 +92,7 @@ class StagedScatters:
         blocks = self._next_blocks(action)
         if blocks:
             with suppress(KvferryError):  # If the blocks do come, scattering them reports it.
-                binding = self._outline(action, blocks).on(None, handle.request.page_tables)
+                binding = self._template(action, blocks).bind(None, handle.request.page_tables)
                 self._copier.prebind(binding, sources, self._setup.addresses)
                 self._cache.keep(action.room, (action.source, blocks), binding)
 

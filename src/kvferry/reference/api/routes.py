@@ -20,7 +20,7 @@ from aiohttp import web
 from msgspec.structs import asdict
 
 from kvferry import ClusterKey
-from kvferry.http.api_errors import ApiError, json_response, of_refusal
+from kvferry.http.api_errors import ApiError, from_http_exception, json_response
 from kvferry.reference.api.answers import AnswerWriter, ChatWriter, Document
 from kvferry.reference.api.bodies import Ask, Serving, parse_chat, parse_completion
 from kvferry.reference.api.metrics import WorkerMetrics
@@ -129,8 +129,8 @@ class Api:
             now = time.time()
             fault = self._verifier.check(header, request.method, request.raw_path, body, now)
         if fault is not None:
-            status = 503 if fault.doubt is SignatureFault.FULL else 401
-            code = f"ticket_{fault.doubt}".replace("-", "_")
+            status = 503 if fault.fault is SignatureFault.FULL else 401
+            code = f"ticket_{fault.fault}".replace("-", "_")
             raise ApiError(status, fault.message, code=code)
 
     # ------------------------------------------------------------ state

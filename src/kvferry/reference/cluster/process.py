@@ -88,7 +88,7 @@ def _run_discovery(options: DiscoveryOptions, ready: Ready) -> None:
     from kvferry import DiscoveryServer  # noqa: PLC0415
     from kvferry.http.listening import load_cluster_key  # noqa: PLC0415
 
-    server = DiscoveryServer(options.host, options.port, key_in(options.key))
+    server = DiscoveryServer(options.host, options.port, load_cluster_key(options.key))
     with stop_signals() as signals, server:
         ready(server.url)
         while signals.recv(1)[0] not in STOPPING:

@@ -35,7 +35,7 @@ from kvferry import (
     make_transports,
     touched_pages,
 )
-from kvferry.http.listening import key_in
+from kvferry.http.listening import load_cluster_key
 from kvferry.reference.engine.cache import RankCache
 from kvferry.reference.engine.requests import RequestWork, Sample, SampleFailed, StepPlan
 from kvferry.reference.ranks.rank import Extension
@@ -112,7 +112,7 @@ class RoomExtension(Extension, ABC, Generic[H, E]):
             model=settings.model,
             transport=self.transports,
             discovery=settings.discovery,
-            key=key_in(settings.key_file),
+            key=load_cluster_key(settings.key_file),
             config=settings.config,
         )
 

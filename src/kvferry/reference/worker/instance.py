@@ -154,12 +154,12 @@ class EngineInstance:
 
     def __init__(self, options: InstanceOptions, extend: MakeExtension | None = None) -> None:
         self.options = options
-        self._key = key_in(options.key_file)
+        self._key = load_cluster_key(options.key_file)
         self._verifier = RequestVerifier(self._key.http) if self._key is not None else None
         # Refused without a key beyond loopback: whoever reaches a worker can have it compute.
         address = checked_bind_address(options.host, options.port, self._key)
         reached_at = options.reached_at
-        self._listener = bound(address, options.port)
+        self._listener = bind_socket(address, options.port)
         self.url = http_url(reached_at, self._listener)
         self._extend = extend
         role = EngineRole.PREFILL if options.role is InstanceRole.PREFILL else EngineRole.DECODE

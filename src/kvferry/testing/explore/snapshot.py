@@ -27,7 +27,9 @@ _SHARED = (
     *(int, float, str, bytes, type(None), Enum, msgspec.Struct, Plan, FunctionType, type),
     *(SourcePorts, TargetPorts),
 )
-_IRRELEVANT = frozenset({"counts", "_plans", "actions", "ports", "_now", "_tick_at", "_shortest_timer_s"})
+_IRRELEVANT = frozenset(
+    {"counts", "_plans", "actions", "ports", "_now", "_tick_at", "_shortest_timer_s"}
+)
 
 
 def copy_of(thing: T) -> T:

@@ -137,9 +137,9 @@ class SourceNode(Node):
         transfer = action.transfer
         tables = {table.group: table.as_page_table() for table in transfer.tables}
         pools = self.pools[transfer.session]
-        return Flight(self, action, self._side(transfer.room), Side(pools, tables))
+        return Flight(self, action, self._side(transfer.room), PagedView(pools, tables))
 
-    def _side(self, room: Room) -> Side:
+    def _side(self, room: Room) -> PagedView:
         return self.memory.side(self.allocations[room])
 
     def gather(self, action: Gather) -> None:

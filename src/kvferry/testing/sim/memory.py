@@ -183,10 +183,10 @@ class SimMemory:
 
     # ------------------------------------------------------------ transfers
 
-    def side(self, allocation: SimAllocation) -> Side:
+    def side(self, allocation: SimAllocation) -> PagedView:
         """Return this rank's side of a binding."""
         tables = {group: PageTable(pages) for group, pages in allocation.pages.items()}
-        return Side(self.pools, tables)
+        return PagedView(self.pools, tables)
 
     def store(self, pieces: Descriptors, data: list[bytes]) -> None:
         """Write pieces into the pools and count each byte."""

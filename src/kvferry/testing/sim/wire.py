@@ -16,7 +16,7 @@ import numpy as np
 
 from kvferry.endpoint.runner.runner import PeerGone
 from kvferry.ids import Op, Peer, Room, Session, SlotIndex
-from kvferry.plan.bind import Descriptors, RankPair, Side, StagingView, bind
+from kvferry.plan.bind import Descriptors, PagedView, RankPair, StagingView, bind
 from kvferry.protocol.events import (
     Connect,
     Gather,
@@ -43,7 +43,7 @@ TRANSPORTS = TransportOffers((TransportOffer("simulated", "this world"),))
 
 
 def bind_action(
-    action: Write | Gather, source: Side, target: Side | StagingView | None = None
+    action: Write | Gather, source: PagedView, target: PagedView | StagingView | None = None
 ) -> Descriptors:
     """Return every piece of a write, from the source's pages to the target's or to a slot."""
     transfer, into = action.transfer, target or StagingView()
@@ -71,7 +71,7 @@ class SimGather:
 
     source: SourceNode
     action: Gather
-    source_side: Side
+    source_side: PagedView
     post: Post | None = None
     discarded: bool = False
     over: bool = False
@@ -181,8 +181,8 @@ class Flight:
 
     source: SourceNode
     action: Write
-    source_side: Side
-    target_side: Side
+    source_side: PagedView
+    target_side: PagedView
     fate: WriteFate | None = None
     over: bool = False
 

@@ -32,7 +32,7 @@ def binding_of(pieces: Iterable[PlacedPiece]) -> Binding:
     """Return a binding of these pieces, which may lie outside of their regions."""
     return Binding(
         tuple(
-            Part(
+            BindingPart(
                 "raw",
                 f"piece{index}",
                 (Base(0, piece.source_region, 0),),
@@ -53,7 +53,7 @@ def grid(
 ) -> Binding:
     """Return a binding of equal pieces at equal distances, the same from each base."""
     pieces = _rows(0, 0, length, num_rows, stride)
-    return Binding((Part("raw", "grid", tuple(source_bases), tuple(target_bases), pieces),))
+    return Binding((BindingPart("raw", "grid", tuple(source_bases), tuple(target_bases), pieces),))
 
 
 def _rows(
