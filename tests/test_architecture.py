@@ -179,7 +179,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 CALLS = {
     "setup.py": {"adopt", "close", "make", "of", "offers", "register"},
     "transport_thread.py": {"close", "connect", "disconnect", "poll", "write"},
-    "loop": {"prebind", "look", "write_now"},
+    "loop": {"prebind", "check_write", "write_now"},
 }
 
 
@@ -205,7 +205,7 @@ def test_only_the_named_modules_touch_a_transport() -> None:
         "close",
         "poll",
     }
-    for name in ("write_now", "look", "prebind"):
+    for name in ("write_now", "check_write", "prebind"):
         assert f"`{name}`" in TEXT
 
 

@@ -67,7 +67,7 @@ def test_whatever_differs_makes_another() -> None:
 
 @pytest.mark.parametrize("tokens", [[1.5], ["1"], [[1, 2], [3, 4]], "123", [True], 7], ids=repr)
 def test_what_is_no_list_of_ids(tokens: Any) -> None:
-    with pytest.raises(InputError, match="give the prompt's ids as integers"):
+    with pytest.raises(InputError, match="must be a flat list of integer token ids"):
         digest(tokens=tokens)
 
 

@@ -14,7 +14,7 @@ CODE = ROOT / "src" / "kvferry"
 MAX_MODULES = 24
 # A class with more methods than this should hold parts.
 MAX_METHODS = 25
-MAX_LINES = 600
+MAX_LINES = 500
 
 
 def modules() -> list[Path]:
@@ -33,7 +33,7 @@ def test_class_names_are_unique() -> None:
     places = defaultdict(list)
     for path, node in classes():
         places[node.name].append(str(path.relative_to(CODE)))
-    assert {name: where for name, where in places.items() if len(where) > 2} == {}
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
 
 def test_no_class_has_too_many_methods() -> None:
@@ -108,3 +108,15 @@ def test_every_id_type_is_used() -> None:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
     }
     assert names - used == set()
+
+
+def test_tests_mirror_modules() -> None:
+    """The test of a/b.py is tests/a/test_b.py; a scenario's file name says it in several words."""
+    tests = ROOT / "tests"
+    misplaced = []
+    for path in sorted(tests.rglob("test_*.py")):
+        place, name = path.relative_to(tests).parent, path.stem.removeprefix("test_")
+        mirrored = (CODE / place / f"{name}.py").exists() or (CODE / place / name).is_dir()
+        if place != Path() and not mirrored and "_" not in name:
+            misplaced.append(str(path.relative_to(tests)))
+    assert misplaced == []

@@ -91,7 +91,7 @@ def test_what_does_not_compute_does_not_wait_for_torch() -> None:
     parts = (
         "cli.main",
         "cli.demo.output",
-        "discovery.server",
+        "discovery.http.server",
         "reference.models.find",
         "reference.cluster.process",
         "router.serving",

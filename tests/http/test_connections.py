@@ -104,7 +104,9 @@ class Served:
         return client
 
     def refused(self, why: RejectReason) -> int:
-        return int(self.registry.get_sample_value("kvferry_http_refused_total", {"why": why}) or 0)
+        return int(
+            self.registry.get_sample_value("kvferry_http_rejected_total", {"reason": why}) or 0
+        )
 
 
 @asynccontextmanager

@@ -43,16 +43,18 @@ def _tests(folder: str, names: str) -> tuple[str, ...]:
 
 
 _MACHINES = (
-    "room_completes lost_and_repeated_frames abort_at_any_moment room_fails links limits fixed_bugs"
+    "room_completes lost_and_repeated_frames abort_at_any_moment room_fails links "
+    "bounded_tables fixed_bugs"
 )
 _PARTS = (
-    "credits request_digests ledger cutting handshake transports layer_pushes checks codec docs"
+    "credits request_digests ledger cutting handshake transports layer_pushes checks "
+    "codec protocol_page"
 )
 _PIECES = (
     "loop/sides loop/directory loop/writes loop/rooms loop/inbox loop/poller loop/channels "
-    "control/sockets control/unix liveness/port tables handles rank_agreement memory watchdog "
-    "failing_threads close static_discovery same_costs_in_plan_and_doctor layer_push_tuner "
-    "cleanup layer_pushes hostile_peers link_costs"
+    "control/sockets control/unix liveness/port handles rank_agreement watchdog "
+    "failing_threads closing_an_endpoint same_costs_in_plan_and_doctor layer_push_tuner "
+    "unused_state_is_dropped layer_pushes hostile_peers link_costs"
 )
 _LOOP = "pair_in_process loop/loop transport_thread liveness/prober"
 _BYTES = "every_byte_arrives.py::test_every_byte_arrives_and_no_other_is_touched"

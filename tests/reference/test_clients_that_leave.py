@@ -68,7 +68,7 @@ def test_a_client_leaves_a_long_poll(caplog: pytest.LogCaptureFixture, reset: bo
         counted = read_metrics(server.url)
     (line,) = lines(caplog)()
     assert line.startswith("client-left method=GET path=/v1/instances/a ")
-    assert 'asked="GET /v1/instances/{name}",status="499"} 1.0' in counted
+    assert 'route="GET /v1/instances/{name}",status="499"} 1.0' in counted
     demand_no_traceback(caplog)
 
 

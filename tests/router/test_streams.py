@@ -49,5 +49,5 @@ def test_events_may_end_with_crlf() -> None:
 def test_an_endless_event_is_bounded() -> None:
     events = WholeEvents(most_bytes=100)
     events.take(b"data: " + b"x" * 90)
-    with pytest.raises(ValueError, match="above 100 bytes"):
+    with pytest.raises(ValueError, match="exceeds 100 bytes"):
         events.take(b"x" * 90)

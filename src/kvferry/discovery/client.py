@@ -246,7 +246,7 @@ class DiscoveryClient:
     ) -> None:
         level = logging.WARNING if first else logging.DEBUG
         peer, text = registration.record.peer, str(error)
-        log.log(level, "not-registered peer=%s fault=%s message=%r", peer, error.fault, text)
+        log.log(level, "not-registered peer=%s fault=%s error=%r", peer, error.fault, text)
         if error.fault in PERMANENT_FAULTS and not registration.first.done():
             registration.first.set_exception(error)
 

@@ -48,9 +48,9 @@ class Connections:
         self._idle: dict[Connection, None] = {}
         self._closing = False
         self._refused = Counter(
-            "kvferry_http_refused",
+            "kvferry_http_rejected",
             "Rejected connections and requests, by reason",
-            ["why"],
+            ["reason"],
             registry=registry,
         )
         for reason in RejectReason:

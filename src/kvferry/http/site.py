@@ -112,6 +112,6 @@ class ServerLog(logging.LoggerAdapter[logging.Logger]):
         error = kwargs.get("exc_info")
         if isinstance(error, HttpProcessingError):
             self._connections.count(RejectReason.GARBAGE)
-            log.info("bad-request client=%s why=%.200r", *args[:1], error.message)
+            log.info("bad-request client=%s reason=%.200r", *args[:1], error.message)
             return
         super().log(level, msg, *args, **kwargs)

@@ -138,7 +138,7 @@ class SlowTransport:
         self.polled: list[Op] = []
         self.ends: dict[Op, WriteEnded] = {}
 
-    def look(self, op: Op) -> WriteEnded | None:
+    def check_write(self, op: Op) -> WriteEnded | None:
         self.polled.append(op)
         return self.ends.pop(op, None)
 

@@ -130,7 +130,7 @@ class ConnectorScheduler:
             if self._prefill is not None:
                 self._prefill.released(request_id)
         for request_id, reason in reasons.items():
-            log.warning("transfer-failed request=%s why=%r", request_id, reason)
+            log.warning("transfer-failed request=%s reason=%r", request_id, reason)
             if self._decode is not None:
                 self._decode.failed(request_id)
         for request_id in received:

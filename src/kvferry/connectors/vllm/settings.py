@@ -90,7 +90,7 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
             f"kv_connector_extra_config: {error}; it takes discovery, such as {EXAMPLE}, and "
             f"instance, a name, at least"
         ) from None
-    checked_address(settings.discovery, "discovery", EXAMPLE)
+    checked_address(settings.discovery, "discovery URL", EXAMPLE)
     settings.endpoint_config()  # Validate here, not only in a worker.
     return settings
 

@@ -158,7 +158,7 @@ class PrefillRankRooms:
             handle = self._endpoint.open(opened.room)
         except KvferryError as error:
             # The request is computed anyway. Decode waits for this room until its deadline.
-            log.warning("room-refused room=%r why=%r", opened.room, str(error))
+            log.warning("room-refused room=%r reason=%r", opened.room, str(error))
         pages = PushedPages(self._tables, opened.tokens)
         self._rooms[opened.room] = RoomAtSource(opened.request, pages, handle)
 

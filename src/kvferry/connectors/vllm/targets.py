@@ -102,7 +102,7 @@ class DecodeRankRooms:
         try:
             self._endpoint.decline(name, prefill=prefill)
         except KvferryError as error:
-            log.warning("not-declined room=%r why=%r", name, str(error))
+            log.warning("not-declined room=%r reason=%r", name, str(error))
 
     def _receive(self, order: ReceiveRoom) -> None:
         room = RoomAtTarget(order, None, time.monotonic())
@@ -114,7 +114,7 @@ class DecodeRankRooms:
         if order.blocks:
             self._rooms[order.request] = room
         elif room.refusal is not None:
-            log.warning("not-completed room=%r why=%r", order.room, room.refusal.message)
+            log.warning("not-completed room=%r reason=%r", order.room, room.refusal.message)
 
     def _open(self, order: ReceiveRoom) -> Incoming:
         paging = self._tables.paging

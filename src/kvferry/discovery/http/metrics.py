@@ -16,7 +16,7 @@ class DiscoveryMetrics:
         self.requests = Counter(
             "kvferry_discovery_requests",
             "Requests by route and response status",
-            ["asked", "status"],
+            ["route", "status"],
             registry=self.collection,
         )
         self.expired = Counter(

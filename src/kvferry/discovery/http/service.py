@@ -133,7 +133,7 @@ class DiscoveryService:
             return response
         except asyncio.CancelledError as error:
             # aiohttp cancels the handler when the client closes the connection.
-            log.info("client-left method=%s path=%s why=%r", request.method, request.path, error)
+            log.info("client-left method=%s path=%s reason=%r", request.method, request.path, error)
             raise
         finally:
             route = request.match_info.route.resource
@@ -151,7 +151,7 @@ class DiscoveryService:
             return _error(*_fault_of(error))
         except (ConnectionError, web.RequestPayloadError) as error:
             # The client has left, and does not read the response.
-            log.info("client-left method=%s path=%s why=%r", request.method, request.path, error)
+            log.info("client-left method=%s path=%s reason=%r", request.method, request.path, error)
             return web.Response(status=CLIENT_LEFT)
         except Exception:
             log.exception("request-failed method=%s", request.method)

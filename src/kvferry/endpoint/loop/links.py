@@ -89,7 +89,7 @@ class TargetLinkTable:
                 self._reached(result)
             case Unreached(session=session, problems=problems):
                 log.warning(
-                    "not-connected endpoint=%s session=%s problem=%s",
+                    "not-connected endpoint=%s session=%s error=%s",
                     *(self._setup.member.peer, session, "; ".join(problems)),
                 )
                 self._answer(MemoryUnreached(session, problems))

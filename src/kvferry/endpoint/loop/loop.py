@@ -280,7 +280,9 @@ class EndpointLoop:
             log.warning("thread-recovered endpoint=%s thread=%s", self.me, thread)
             return
         if thread not in stalled:
-            log.error("thread-stalled endpoint=%s thread=%s for_s=%.1f", self.me, thread, overdue_s)
+            log.error(
+                "thread-stalled endpoint=%s thread=%s seconds=%.1f", self.me, thread, overdue_s
+            )
         stalled[thread] = overdue_s
         if thread == "loop":
             reason = f"the loop thread of {self.me} has stalled for {overdue_s:.0f} s"

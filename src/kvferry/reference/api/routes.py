@@ -100,7 +100,7 @@ class Api:
             response = await handler(request)
         except ApiError as error:
             level = logging.INFO if error.status < 500 else logging.WARNING
-            text = "refused path=%s status=%d why=%r"
+            text = "refused path=%s status=%d reason=%r"
             log.log(level, text, request.path, error.status, str(error))
             response = error.response()
         except web.HTTPException as error:

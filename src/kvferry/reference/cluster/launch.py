@@ -234,7 +234,7 @@ def _is_running(child: ChildProcess) -> bool:
             child.url = report.url
             log.warning("ready-again name=%s url=%s", child.name, child.url)
         if report.error:
-            log.warning("failed name=%s message=%r", child.name, report.error)
+            log.warning("failed name=%s error=%r", child.name, report.error)
     return bool(reports)
 
 

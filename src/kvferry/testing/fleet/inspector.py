@@ -109,7 +109,7 @@ class RankInspector:
             "handles": len(self._loop.rooms),
             "rooms": len(machine.rooms),
             "scatters": len(machine.scatters),
-            "unresolved": len(self._loop.side._directory._waiting),
+            "unresolved": len(self._loop.side.directory._waiting),
             "slots": machine.staging.num_slots - len(machine.credits.free),
             "accounts": len(machine.credits.accounts),
         }

@@ -30,7 +30,7 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 T = TypeVar("T")
 
 
-class _Layer(NamedTuple):
+class _PoolLayer(NamedTuple):
     """One layer of one tensor that this rank holds."""
 
     group: Group
@@ -72,14 +72,14 @@ class TestPools:
         self._arrays = arrays
         self._layers = list(self._views(layout.rank_shards(rank)))
 
-    def _views(self, shards: tuple[Shard, ...]) -> Iterator[_Layer]:
+    def _views(self, shards: tuple[Shard, ...]) -> Iterator[_PoolLayer]:
         for shard in shards:
             group = self.layout.spec.group(shard.group)
             for tensor in group.tensors:
                 placement = self._memory.map.of(group.name, tensor.name)
                 for layer in group.layers_in(shard.layers):
                     view = self._view(placement, group, tensor, shard, layer)
-                    yield _Layer(group, tensor, shard, layer, view)
+                    yield _PoolLayer(group, tensor, shard, layer, view)
 
     def _view(
         self, placement: Placement, group: Group, tensor: Tensor, shard: Shard, layer: int
@@ -98,7 +98,7 @@ class TestPools:
     def fill(self, seed: int, where: RoomPages, tokens: range, *, states: bool) -> None:
         """Fill tokens of a room with its pattern, and its state row."""
 
-        def compute(layer: _Layer) -> None:
+        def compute(layer: _PoolLayer) -> None:
             if isinstance(layer.group.kind, StateRow):
                 if states:
                     layer.view[where.row, 0] = self._state(seed, layer)[0]
@@ -114,7 +114,7 @@ class TestPools:
         """Return what is wrong if the pools should have these rooms and nothing else."""
         wanted = list(rooms)
 
-        def compare(layer: _Layer) -> str | None:
+        def compare(layer: _PoolLayer) -> str | None:
             expected = np.full(layer.view.shape, BACKGROUND, dtype=np.uint8)
             for room in wanted:
                 page, within = self._owed(layer, room)
@@ -124,7 +124,7 @@ class TestPools:
 
         return next(filter(None, self._in_each_layer(compare)), None)
 
-    def _in_each_layer(self, work: Callable[[_Layer], T]) -> Iterator[T]:
+    def _in_each_layer(self, work: Callable[[_PoolLayer], T]) -> Iterator[T]:
         """Yield the result of each layer in order, with several threads if the pools are large."""
         if sum(array.nbytes for array in self._arrays) < LARGE_BYTES:
             yield from map(work, self._layers)
@@ -153,12 +153,14 @@ class TestPools:
         for layer in self._layers:
             layer.view[self._places(layer, where)] = BACKGROUND
 
-    def _places(self, layer: _Layer, where: RoomPages) -> list[int]:
+    def _places(self, layer: _PoolLayer, where: RoomPages) -> list[int]:
         if isinstance(layer.group.kind, StateRow):
             return [] if where.row is None else [where.row]
         return list(where.pages)
 
-    def _owed(self, layer: _Layer, room: Content) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _owed(
+        self, layer: _PoolLayer, room: Content
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the pages, and places in them, where the room's bytes must have arrived."""
         owed = self._owed_tokens(layer, room)
         if isinstance(layer.group.kind, StateRow):
@@ -166,35 +168,35 @@ class TestPools:
             return rows, np.zeros(len(owed), dtype=np.int64)
         return self._at(layer, owed, room.where)
 
-    def _owed_tokens(self, layer: _Layer, room: Content) -> NDArray[np.int64]:
+    def _owed_tokens(self, layer: _PoolLayer, room: Content) -> NDArray[np.int64]:
         owed = layer.group.owed(room.request.num_tokens, room.request.prefix)
         return self._mine(layer, range(owed.first, owed.end))
 
-    def _bytes(self, layer: _Layer, room: Content) -> Bytes:
+    def _bytes(self, layer: _PoolLayer, room: Content) -> Bytes:
         owed = self._owed_tokens(layer, room)
         if isinstance(layer.group.kind, StateRow):
             return self._state(room.seed, layer)[: len(owed)]
         return self._tokens(room.seed, layer, owed)
 
-    def _mine(self, layer: _Layer, tokens: range) -> NDArray[np.int64]:
+    def _mine(self, layer: _PoolLayer, tokens: range) -> NDArray[np.int64]:
         held = layer.shard.tokens
         positions = np.arange(tokens.start, tokens.stop, dtype=np.int64)
         mine: NDArray[np.int64] = positions[(positions - held.first) % held.step == 0]
         return mine
 
     def _at(
-        self, layer: _Layer, tokens: NDArray[np.int64], where: RoomPages
+        self, layer: _PoolLayer, tokens: NDArray[np.int64], where: RoomPages
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         local = (tokens - layer.shard.tokens.first) // layer.shard.tokens.step
         place, within = np.divmod(local, self.layout.page_tokens)
         return np.asarray(where.pages, dtype=np.int64)[place], within
 
-    def _tokens(self, seed: int, layer: _Layer, tokens: NDArray[np.int64]) -> Bytes:
+    def _tokens(self, seed: int, layer: _PoolLayer, tokens: NDArray[np.int64]) -> Bytes:
         units = range(layer.shard.units.first, layer.shard.units.end)
         name = f"{layer.group.name}.{layer.tensor.name}"
         return pattern(seed, name, layer.layer, tokens, units, layer.tensor.unit_bytes)
 
-    def _state(self, seed: int, layer: _Layer) -> Bytes:
+    def _state(self, seed: int, layer: _PoolLayer) -> Bytes:
         return self._tokens(seed, layer, np.zeros(1, dtype=np.int64))
 
 
