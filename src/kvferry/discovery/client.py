@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from kvferry.discovery.base import Discovery
 from kvferry.discovery.calls import Backoff
+from kvferry.discovery.etcd import EtcdDiscovery
 from kvferry.discovery.http_backend import HttpDiscovery
 from kvferry.discovery.loop import LoopThread
 from kvferry.discovery.records import (
@@ -40,6 +41,7 @@ T = TypeVar("T")
 Callback = Callable[[InstanceView | None], None]
 
 STATIC = "static:"
+ETCD = ("etcd://", "etcds://")
 
 LEASE_S = 10.0
 # Often enough that a service which has restarted is complete again before it is settled.
@@ -322,6 +324,8 @@ def discovery_at(where: str, key: ClusterKey | None = None) -> Discovery:
     """The discovery that a setting names. Raises ``InputError`` if it names none."""
     if where.startswith(STATIC):
         return StaticDiscovery.read(where.removeprefix(STATIC))
+    if where.startswith(ETCD):
+        return EtcdDiscovery(where)
     return HttpDiscovery(where, key)
 
 
