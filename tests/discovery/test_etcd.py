@@ -191,24 +191,10 @@ def test_user_and_password_are_used(tmp_path: Path) -> None:
 
 def test_tls_is_used_with_an_authority_of_ones_own(tmp_path: Path) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subprocess.run(
-        [
-            *[
-                "openssl",
-                "req",
-                "-x509",
-                "-newkey",
-                "ec",
-                "-pkeyopt",
-                "ec_paramgen_curve:P-256",
-                "-nodes",
-            ],
-            *["-days", "2", "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"],
-            *("-keyout", str(key), "-out", str(cert)),
-        ],
-        check=True,
-        capture_output=True,
-    )
+    words = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
+    words += " -subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1"
+    made = [*words.split(), "-keyout", str(key), "-out", str(cert)]
+    subprocess.run(made, check=True, capture_output=True)
     flags = ["--cert-file", str(cert), "--key-file", str(key)]
     with EtcdCluster(tmp_path, 1, "https", flags) as cluster:
         with DiscoveryClient(cluster.url("k", query=f"?ca={cert}")) as client:
