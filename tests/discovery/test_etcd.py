@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import logging
+import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
 from itertools import count
@@ -14,6 +17,7 @@ from urllib.error import HTTPError
 
 import pytest
 from discovery.etcd_cluster import EtcdCluster
+from endpoint.test_partition import obstacle
 from msgspec.structs import replace
 
 from kvferry.discovery.base import Discovery
@@ -34,6 +38,7 @@ from kvferry.testing.discovery import (
     register,
 )
 
+TESTS = Path(__file__).parent.parent
 PREFIXES = (f"test-{number}" for number in count())
 
 
@@ -229,3 +234,24 @@ def test_a_url_that_is_wrong_is_one_sentence(url: str) -> None:
 def test_tls_files_need_tls() -> None:
     with pytest.raises(InputError, match="write etcds://"):
         parse_etcd_url("etcd://a:1/k?ca=ca.pem")
+
+
+# ---------------------------------------------------------------- a partition
+
+
+def test_a_leader_that_is_cut_off_loses_nothing(tmp_path: Path) -> None:
+    """The client used the leader. Nobody sees an instance twice, or an end that was none."""
+    why = obstacle()
+    if why:
+        pytest.skip(why)
+    done = subprocess.run(
+        ["unshare", "--net", sys.executable, "-m", "discovery.etcd_partition", str(tmp_path)],
+        cwd=TESTS,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout) == [[100, 101], [100, 7], [8, 7]]
