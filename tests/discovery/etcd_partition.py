@@ -1,13 +1,12 @@
 """A client of an etcd cluster whose members are in networks of their own.
 
-Run as ``-m discovery.etcd_partition FOLDER`` in a new network namespace. Each of three members has a
-network namespace, joined to a bridge by a virtual cable. The leader's cable is cut and mended. Prints
-the views that a watcher saw, as a JSON document.
+Run as ``-m discovery.etcd_partition FOLDER`` in a new network namespace. Each of three members has
+a network namespace, joined to a bridge by a virtual cable. The leader's cable is cut and mended.
+Prints the views that a watcher saw, as a JSON document.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import subprocess
@@ -25,7 +24,6 @@ from kvferry.discovery.client import DiscoveryClient
 from kvferry.discovery.records import InstanceView
 from kvferry.testing.discovery import ENOUGH_S, NAME, RECORDS, lives
 
-CLONE_NEWNET = 0x40000000
 NET = "10.202.1"
 NUMBER = 3
 PATIENCE_S = 60.0
@@ -50,24 +48,21 @@ def start_member(folder: Path, number: int) -> subprocess.Popen[bytes]:
     words += ["--heartbeat-interval", "50", "--election-timeout", "500", "--unsafe-no-fsync"]
     words += ["--log-level", "error"]
 
-    def leave_network() -> None:
-        if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), "no network namespace")
-
     process = subprocess.Popen(
-        ["sh", "-c", 'read -r _; exec "$@"', "sh", *words],
+        ["unshare", "--net", "sh", "-c", 'echo apart; read -r _; exec "$@"', "sh", *words],
         stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         stderr=(folder / f"m{number}.log").open("wb"),
-        preexec_fn=leave_network,
     )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdout.readline()
     shell(f"ip link add v{number} type veth peer name e{number} netns {process.pid}")
     shell(f"ip link set v{number} master bridge0 up")
     inside = f"nsenter --net --target {process.pid} ip"
     shell(f"{inside} addr add {address(number)}/24 dev e{number}")
     shell(f"{inside} link set e{number} up")
     shell(f"{inside} link set lo up")
-    assert process.stdin is not None
     process.stdin.write(b"\n")
     process.stdin.close()
     return process
