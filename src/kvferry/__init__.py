@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvferry.config import LivenessConfig, ProtocolConfig
     from kvferry.digest import digest_of
-    from kvferry.discovery.address import checked_address
+    from kvferry.discovery.address import check_discovery_url, checked_address
     from kvferry.discovery.base import Discovery
     from kvferry.discovery.client import DiscoveryClient
     from kvferry.discovery.http.server import DiscoveryServer
@@ -155,6 +155,7 @@ __all__ = [
     "Window",
     "attention",
     "attention_group",
+    "check_discovery_url",
     "checked_address",
     "checked_bind_address",
     "config_as",
@@ -183,7 +184,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "config": "LivenessConfig ProtocolConfig",
     "digest": "digest_of",
-    "discovery.address": "checked_address",
+    "discovery.address": "check_discovery_url checked_address",
     "discovery.base": "Discovery",
     "discovery.client": "DiscoveryClient",
     "discovery.records": "InstanceView RankRecord DiscoveryError Summaries",

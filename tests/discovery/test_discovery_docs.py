@@ -8,8 +8,8 @@ from pathlib import Path
 
 from discovery.test_static import CONFIG
 
-from kvferry.discovery import client, records
-from kvferry.discovery.http import messages, registry, server, service, waiters
+from kvferry.discovery import client, records, registry
+from kvferry.discovery.http import messages, server, service, waiters
 from kvferry.discovery.static import StaticDiscovery
 from kvferry.security import signing
 

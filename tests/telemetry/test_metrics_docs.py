@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from kvferry.config import ProtocolConfig
 from kvferry.discovery.http.metrics import DiscoveryMetrics
-from kvferry.discovery.http.registry import InstanceRegistry
 from kvferry.discovery.http.waiters import Waiters
+from kvferry.discovery.registry import InstanceRegistry
 from kvferry.endpoint.handles import Handle
 from kvferry.http.connections import Connections, RejectReason
 from kvferry.http.limits import HttpLimits

@@ -17,8 +17,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from kvferry.discovery.address import ETCD, STATIC
 from kvferry.discovery.backoff import Backoff
 from kvferry.discovery.base import Discovery
+from kvferry.discovery.etcd import EtcdDiscovery
 from kvferry.discovery.http.backend import HttpDiscovery
 from kvferry.discovery.loop_thread import LoopThread
 from kvferry.discovery.records import (
@@ -37,7 +39,6 @@ log = logging.getLogger("kvferry.discovery")
 T = TypeVar("T")
 Callback = Callable[[InstanceView | None], None]
 
-STATIC = "static:"
 
 LEASE_S = 10.0
 # Short enough that a restarted service is complete again before it settles.
@@ -316,6 +317,8 @@ def discovery_at(where: str, key: ClusterKey | None = None) -> Discovery:
     """Return the discovery service of a setting. Raises ``InputError`` if it names none."""
     if where.startswith(STATIC):
         return StaticDiscovery.read(where.removeprefix(STATIC))
+    if where.startswith(ETCD):
+        return EtcdDiscovery(where)
     return HttpDiscovery(where, key)
 
 

@@ -13,7 +13,7 @@ from kvferry import (
     EndpointConfig,
     InputError,
     Layers,
-    checked_address,
+    check_discovery_url,
 )
 from kvferry.connectors.liveness import LIVENESS, LIVENESS_SETTINGS
 
@@ -90,7 +90,7 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
             f"kv_connector_extra_config: {error}; it takes discovery, such as {EXAMPLE}, and "
             f"instance, a name, at least"
         ) from None
-    checked_address(settings.discovery, "discovery URL", EXAMPLE)
+    check_discovery_url(settings.discovery)
     settings.endpoint_config()  # Validate here, not only in a worker.
     return settings
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from kvferry.discovery.http.registry import InstanceRegistry
+from kvferry.discovery.registry import InstanceRegistry
 from kvferry.errors import Refused
 from kvferry.layout.layout import Layout
 from kvferry.plan.pictures import as_svg

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from kvferry.discovery.http.registry import InstanceRegistry
 from kvferry.discovery.http.waiters import Waiters
+from kvferry.discovery.registry import InstanceRegistry
 
 
 class DiscoveryMetrics:

@@ -27,9 +27,9 @@ from kvferry.discovery.http.messages import (
     Renewal,
 )
 from kvferry.discovery.http.metrics import DiscoveryMetrics
-from kvferry.discovery.http.registry import InstanceRegistry
 from kvferry.discovery.http.waiters import Waiters
 from kvferry.discovery.records import DiscoveryError, DiscoveryFault, InstanceView, Summaries
+from kvferry.discovery.registry import InstanceRegistry
 from kvferry.errors import KvferryError
 from kvferry.ids import MAX_ID
 from kvferry.security.signing import SCHEME, Introduction, RequestVerifier, SignatureFault

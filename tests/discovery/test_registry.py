@@ -11,7 +11,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvferry.discovery.http.registry import InstanceRegistry
 from kvferry.discovery.records import (
     DiscoveryError,
     DiscoveryFault,
@@ -19,6 +18,7 @@ from kvferry.discovery.records import (
     RankRecord,
     RankView,
 )
+from kvferry.discovery.registry import InstanceRegistry
 from kvferry.errors import InputError
 from kvferry.layout import Layout
 

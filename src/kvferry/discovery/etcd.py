@@ -1,0 +1,337 @@
+"""Discovery on etcd v3, through its JSON gateway.
+
+One key per rank, ``PREFIX/instances/NAME/ranks/RANK``, holds the rank's record as JSON under an
+etcd lease. etcd removes the key when the lease ends. A registration revokes the lease of the
+incarnation that it replaces, so the replaced process learns it at its next renewal.
+
+Readers derive instances from the keys with the same registry as the built-in service. The version
+of a view is a digest of its content, so all readers agree on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import logging
+import math
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+
+from kvferry.discovery.address import EtcdAddress, parse_etcd_url
+from kvferry.discovery.base import Discovery
+from kvferry.discovery.records import (
+    DiscoveryError,
+    DiscoveryFault,
+    InstanceView,
+    RankRecord,
+    Summaries,
+)
+from kvferry.discovery.registry import InstanceRegistry
+from kvferry.errors import KvferryError
+from kvferry.ids import Peer
+
+log = logging.getLogger("kvferry.discovery")
+
+CALL_S = 5.0
+MAX_ANSWER_BYTES = 64 << 20
+# An etcd cluster has no limits of kvferry's own.
+NO_LIMIT = 1 << 40
+
+Json = dict[str, Any]
+
+
+class EtcdDiscovery(Discovery):
+    """Ranks as keys of an etcd cluster. Any member answers; a lost one is replaced by the next."""
+
+    def __init__(self, url: str) -> None:
+        self._address = parse_etcd_url(url)
+        self._gateway = _Gateway(self._address)
+        # The lease of each rank that this object has registered.
+        self._leases: dict[Peer, str] = {}
+
+    def __str__(self) -> str:
+        return str(self._address)
+
+    async def register(self, record: RankRecord, lease_s: float) -> None:
+        """Put the record under a new lease, and revoke the lease that it replaces."""
+        lease = await self._grant(lease_s)
+        put = {
+            "key": _encode(self._key(record.peer)),
+            "value": _encode(msgspec.json.encode(record)),
+            "lease": lease,
+            "prev_kv": True,
+        }
+        answer = await self._gateway.call("kv/put", put)
+        self._leases[record.peer] = lease
+        replaced = answer.get("prev_kv", {}).get("lease", "0")
+        if replaced not in ("0", lease):
+            await self._revoke(replaced)
+
+    async def renew(self, record: RankRecord, lease_s: float) -> None:
+        """Keep the lease alive. Its length stays that of the registration."""
+        lease = self._leases.get(record.peer)
+        if lease is None:
+            lease = await self._demand_own(record)
+        answer = await self._gateway.call("lease/keepalive", {"ID": lease})
+        if int(answer.get("result", {}).get("TTL", 0)) > 0:
+            self._leases[record.peer] = lease
+            return
+        self._leases.pop(record.peer, None)
+        await self._demand_own(record)
+        raise _no_lease(record)
+
+    async def withdraw(self, record: RankRecord) -> None:
+        """Delete the record, if it is still that of this incarnation."""
+        key = _encode(self._key(record.peer))
+        own = {"key": key, "target": "VALUE", "result": "EQUAL"}
+        answer = await self._gateway.call(
+            "kv/txn",
+            {
+                "compare": [own | {"value": _encode(msgspec.json.encode(record))}],
+                "success": [{"request_delete_range": {"key": key}}],
+            },
+        )
+        lease = self._leases.pop(record.peer, None)
+        if not answer.get("succeeded"):
+            await self._demand_own(record)
+            raise _no_lease(record)
+        if lease is not None:
+            await self._revoke(lease)
+
+    async def watch(self, name: str, version: str, wait_s: float) -> InstanceView | None:
+        """Read the instance's keys, and again after each change of one of them."""
+        end = asyncio.get_running_loop().time() + wait_s
+        prefix = self._instance_prefix(name)
+        while True:
+            registry, revision = await self._read(prefix)
+            view = _versioned(registry.resolve(name))
+            if view is not None and view.version != version:
+                return view
+            remaining_s = end - asyncio.get_running_loop().time()
+            gone = view is None and bool(version)
+            if gone or remaining_s <= 0 or not await self._changed(prefix, revision, remaining_s):
+                if view is not None:
+                    return None
+                raise DiscoveryError(DiscoveryFault.INCOMPLETE, registry.explain(name))
+
+    async def list(self) -> Summaries:
+        """Read all keys."""
+        registry, _ = await self._read(f"{self._address.prefix}/instances/")
+        return Summaries(registry.summaries())
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._gateway.close()
+
+    # ------------------------------------------------------------ keys and leases
+
+    def _instance_prefix(self, name: str) -> str:
+        return f"{self._address.prefix}/instances/{quote(name, safe='')}/ranks/"
+
+    def _key(self, peer: Peer) -> str:
+        return f"{self._instance_prefix(peer.instance)}{peer.rank}"
+
+    async def _grant(self, lease_s: float) -> str:
+        answer = await self._gateway.call("lease/grant", {"TTL": math.ceil(lease_s)})
+        return str(answer["ID"])
+
+    async def _revoke(self, lease: str) -> None:
+        # It may have ended meanwhile, and ends by itself if etcd cannot be reached.
+        with suppress(DiscoveryError):
+            await self._gateway.call("lease/revoke", {"ID": lease})
+
+    async def _demand_own(self, record: RankRecord) -> str:
+        """Return the lease of a registered record; raise if it is missing or another's."""
+        answer = await self._gateway.call("kv/range", {"key": _encode(self._key(record.peer))})
+        for item in answer.get("kvs", ()):
+            found = _decoded(item)
+            if found is not None and found.incarnation != record.incarnation:
+                raise DiscoveryError(
+                    DiscoveryFault.REPLACED,
+                    f"another process has registered as {record.peer}; "
+                    f"give each its own name or rank",
+                )
+            return str(item.get("lease", "0"))
+        raise _no_lease(record)
+
+    # ------------------------------------------------------------ reading
+
+    async def _read(self, prefix: str) -> tuple[InstanceRegistry, int]:
+        """Return the records below a prefix as a registry, and the revision that was read."""
+        answer = await self._gateway.call("kv/range", _range(prefix))
+        registry = InstanceRegistry("", NO_LIMIT, NO_LIMIT)
+        for record in filter(None, map(_decoded, answer.get("kvs", ()))):
+            registry.register(record, 0.0, 0.0)
+        return registry, int(answer["header"]["revision"])
+
+    async def _changed(self, prefix: str, revision: int, wait_s: float) -> bool:
+        """Wait for a change after ``revision``; return False when the time is over."""
+        request = _range(prefix) | {"start_revision": str(revision + 1)}
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                async for answer in self._gateway.stream("watch", {"create_request": request}):
+                    result = answer.get("result", {})
+                    # A compacted revision cancels the watch: read anew.
+                    if result.get("events") or result.get("canceled"):
+                        return True
+                raise DiscoveryError(
+                    DiscoveryFault.UNREACHABLE, f"{self} ended a watch; it may be restarting"
+                )
+        return False
+
+
+class _Gateway:
+    """Requests to the JSON gateway of one etcd cluster. Belongs to one event loop."""
+
+    def __init__(self, address: EtcdAddress) -> None:
+        self._address = address
+        self._member = 0
+        self._token: str | None = None
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def call(self, method: str, body: Json) -> Json:
+        """Return the first answer of a method. Tries each member once."""
+        problem = ""
+        for _ in self._address.members:
+            try:
+                async with asyncio.timeout(CALL_S):
+                    async for answer in self._post(method, body):
+                        return answer
+                problem = "it sent no answer"
+            except (aiohttp.ClientError, OSError, ValueError) as error:
+                problem = str(error) or type(error).__name__
+            self._member = (self._member + 1) % len(self._address.members)
+        raise DiscoveryError(
+            DiscoveryFault.UNREACHABLE,
+            f"cannot use {self._address}: {problem}; check the URL and the cluster",
+        )
+
+    async def stream(self, method: str, body: Json) -> AsyncIterator[Json]:
+        """Yield the answers of a method until the member ends the stream."""
+        try:
+            async for answer in self._post(method, body, bounded=False):
+                yield answer
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            self._member = (self._member + 1) % len(self._address.members)
+            raise DiscoveryError(
+                DiscoveryFault.UNREACHABLE, f"lost the connection to {self._address}: {error}"
+            ) from None
+
+    async def _post(self, method: str, body: Json, *, bounded: bool = True) -> AsyncIterator[Json]:
+        session = self._open_session()
+        for attempt in range(2):
+            async with session.post(
+                f"{self._address.members[self._member]}/v3/{method}",
+                json=body,
+                headers=await self._authorization(session, method),
+                timeout=aiohttp.ClientTimeout(total=CALL_S if bounded else None),
+            ) as response:
+                if response.status == 401 and attempt == 0:
+                    # Tokens expire; ask for a new one.
+                    self._token = None
+                    continue
+                if response.status >= 300:
+                    raise _refusal(
+                        self._address, response.status, await response.content.read(4096)
+                    )
+                async for line in _lines(response):
+                    yield json.loads(line)
+            return
+
+    async def _authorization(self, session: aiohttp.ClientSession, method: str) -> dict[str, str]:
+        if self._address.user is None or method == "auth/authenticate":
+            return {}
+        if self._token is None:
+            login = {"name": self._address.user, "password": self._address.password or ""}
+            async for answer in self._post("auth/authenticate", login):
+                self._token = str(answer["token"])
+        return {"Authorization": self._token or ""}
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            # Each watch holds a connection, so connections are not limited here.
+            connector = aiohttp.TCPConnector(limit=0, ssl=_tls(self._address))
+            self._session = aiohttp.ClientSession(connector=connector)
+        return self._session
+
+
+def _tls(address: EtcdAddress) -> ssl.SSLContext | bool:
+    if not address.tls:
+        return True
+    try:
+        context = ssl.create_default_context(cafile=address.tls.get("ca"))
+        if "cert" in address.tls:
+            context.load_cert_chain(address.tls["cert"], address.tls.get("key"))
+    except OSError as error:
+        raise DiscoveryError(
+            DiscoveryFault.UNREACHABLE,
+            f"cannot read the TLS files of {address}: {error}; check their paths",
+        ) from None
+    return context
+
+
+async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Yield the gateway's answers, one JSON document per line, of any length."""
+    rest = b""
+    async for part in response.content.iter_any():
+        *lines, rest = (rest + part).split(b"\n")
+        if len(rest) > MAX_ANSWER_BYTES:
+            raise ValueError("the answer is too large")
+        for line in lines:
+            yield line
+    if rest:
+        yield rest
+
+
+def _refusal(address: EtcdAddress, status: int, answer: bytes) -> DiscoveryError:
+    try:
+        message = str(json.loads(answer).get("message", ""))
+    except ValueError:
+        message = ""
+    remedy = "check user and password" if status in (400, 401, 403) else "check the cluster"
+    return DiscoveryError(
+        DiscoveryFault.UNREACHABLE,
+        f"{address} refuses a request (status {status} {message:.200}); {remedy}",
+    )
+
+
+def _range(prefix: str) -> Json:
+    first = prefix.encode()
+    return {"key": _encode(first), "range_end": _encode(first[:-1] + bytes([first[-1] + 1]))}
+
+
+def _encode(data: str | bytes) -> str:
+    return base64.b64encode(data.encode() if isinstance(data, str) else data).decode()
+
+
+def _decoded(item: Json) -> RankRecord | None:
+    """Return a key's record; None, with a log line, for what another program has put there."""
+    try:
+        return msgspec.json.decode(base64.b64decode(item["value"]), type=RankRecord)
+    except (KeyError, ValueError, KvferryError) as error:
+        key = base64.b64decode(item.get("key", "")).decode(errors="replace")
+        log.warning("foreign-key key=%r problem=%r", key[:200], str(error)[:200])
+        return None
+
+
+def _versioned(view: InstanceView | None) -> InstanceView | None:
+    if view is None:
+        return None
+    plain = msgspec.json.encode(msgspec.structs.replace(view, version=""))
+    return msgspec.structs.replace(view, version=hashlib.sha256(plain).hexdigest()[:32])
+
+
+def _no_lease(record: RankRecord) -> DiscoveryError:
+    return DiscoveryError(DiscoveryFault.NO_LEASE, f"{record.peer} is not registered; register it")
