@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -17,8 +16,6 @@ from kvferry import (
 )
 from kvferry.connectors.liveness import LIVENESS, LIVENESS_SETTINGS
 
-# What this was written against, and run with.
-KNOWN_VERSIONS = ("0.32",)
 EXAMPLE = "http://10.0.0.1:7400"
 
 # A prefill that is not at discovery may be back soon, or be a client's invention that holds
@@ -93,13 +90,3 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
     checked_address(settings.discovery, "discovery", EXAMPLE)
     settings.endpoint_config()  # what is wrong with it is said here, not in a worker
     return settings
-
-
-def demand_known(version: str) -> None:
-    """Refuse a vLLM whose connector interface was never tried."""
-    release = re.match(r"\d+\.\d+", version)
-    if release is None or release[0] not in KNOWN_VERSIONS:
-        raise InputError(
-            f"this connector works with vLLM {', '.join(KNOWN_VERSIONS)}, and this is {version}; "
-            f"install vllm=={KNOWN_VERSIONS[-1]}.*, or a kvferry that knows this one"
-        )
