@@ -1,8 +1,9 @@
 """Differences between the vLLM versions that the connector supports. Imports no vLLM by itself.
 
-A version in ``TESTED_VERSIONS`` ran the real-engine tests. Any other version is judged by the hooks
-of its connector base class: if all of them are there the connector starts with a warning, else it
-refuses and names the first missing hook.
+A version in ``TESTED_VERSIONS`` ran the real-engine tests. Older versions are refused: 0.30 answers
+right but does not release a prefill's blocks. A newer version is judged by the hooks of its connector
+base class: if all of them are there the connector starts with a warning, else it refuses and names
+the first missing hook.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from kvferry import InputError
 
 log = logging.getLogger("vllm.kvferry")
 
-TESTED_VERSIONS = ("0.30", "0.31", "0.32")
+TESTED_VERSIONS = ("0.31", "0.32")
 # The hooks that the connector relies on vLLM to call.
 HOOKS = (
     "build_connector_meta",
@@ -38,14 +39,16 @@ HOOKS = (
 
 
 def check_version(version: str, base: type) -> None:
-    """Raise ``InputError`` if a vLLM lacks a hook; warn if it was never tested.
+    """Raise ``InputError`` if a vLLM is too old or lacks a hook; warn if it was never tested.
 
     ``base`` is that vLLM's ``KVConnectorBase_V1``.
     """
-    release = re.match(r"\d+\.\d+", version)
-    if release is not None and release[0] in TESTED_VERSIONS:
+    release = _release(version)
+    if release in map(_release, TESTED_VERSIONS):
         return
     tested = ", ".join(TESTED_VERSIONS)
+    if release is not None and release < (0, 31):
+        raise InputError(f"vLLM {version:.40} is too old; install a tested version ({tested})")
     missing = [hook for hook in HOOKS if not hasattr(base, hook)]
     if missing:
         raise InputError(
@@ -53,6 +56,11 @@ def check_version(version: str, base: type) -> None:
             f"install a tested version ({tested}), or a kvferry that supports this one"
         )
     log.warning("untested-version vllm=%s tested=%r", version, tested)
+
+
+def _release(version: str) -> tuple[int, int] | None:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def cache_hit_source() -> object | None:
