@@ -1,9 +1,9 @@
 """Differences between the vLLM versions that the connector supports. Imports no vLLM by itself.
 
 A version in ``TESTED_VERSIONS`` ran the real-engine tests. Older versions are refused: 0.30 answers
-right but does not release a prefill's blocks. A newer version is judged by the hooks of its connector
-base class: if all of them are there the connector starts with a warning, else it refuses and names
-the first missing hook.
+right but does not release the blocks of a prefill. A newer version is judged by the hooks of its
+connector base class: if all of them are there the connector starts with a warning, else it refuses
+and names the first missing hook.
 """
 
 from __future__ import annotations
