@@ -9,8 +9,9 @@ INSTALLED := $(VENV)/.installed
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
 PLAN_MODEL := tests/data/configs/llama-3.3-70b.json
 
-# vLLM has an environment of its own, about 4 GB, which may lie anywhere.
-VLLM_VENV ?= .venv-vllm
+# vLLM has an environment of its own for each version, about 4 GB, which may lie anywhere.
+VLLM ?= 0.32
+VLLM_VENV ?= .venv-vllm-$(VLLM)
 
 # SGLang has an environment of its own, about 3 GB, which may lie anywhere.
 SGLANG_VENV ?= .venv-sglang
@@ -51,8 +52,8 @@ test-page: $(INSTALLED) ## the page in a real Chromium
 	$(BIN)/pip install --quiet --disable-pip-version-check 'playwright>=1.50,<2'
 	$(BIN)/python -m pytest -n0 -m page tests/dashboard/page
 
-test-vllm: ## real vLLM engines on this machine's CPU (VLLM_VENV: where vLLM is, or is put)
-	@scripts/vllm-env $(VLLM_VENV) $(PYTHON)
+test-vllm: ## real vLLM engines on this machine's CPU (VLLM=0.31 for another version)
+	@scripts/vllm-env $(VLLM_VENV) $(PYTHON) $(VLLM)
 	@scripts/test-vllm $(VLLM_VENV)/bin/python
 
 test-sglang: ## real SGLang servers on this machine's CPU (SGLANG_VENV: where SGLang is, or is put)

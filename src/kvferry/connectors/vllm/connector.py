@@ -18,8 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvferry.connectors.vllm.compat import cache_hit_source, check_version
 from kvferry.connectors.vllm.decode_scheduler import DecodeScheduler
 from kvferry.connectors.vllm.engine import (
     block_groups,
@@ -34,7 +34,7 @@ from kvferry.connectors.vllm.metrics import KVFerryPromMetrics, KVFerryStats
 from kvferry.connectors.vllm.paging import BlockSelector
 from kvferry.connectors.vllm.prefill_scheduler import PrefillScheduler
 from kvferry.connectors.vllm.scheduler import ConnectorScheduler
-from kvferry.connectors.vllm.settings import check_version, read_settings
+from kvferry.connectors.vllm.settings import read_settings
 from kvferry.connectors.vllm.stats import no_counts
 from kvferry.connectors.vllm.targets import Arrivals
 from kvferry.connectors.vllm.worker import ConnectorWorker
@@ -63,11 +63,11 @@ class FailureReasons(KVConnectorWorkerMetadata):
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     """Transfers vLLM's KV caches with kvferry. See ``docs/connectors/vllm.md``."""
 
-    _cache_hit_source = CacheHitSource.P2P
+    _cache_hit_source = cache_hit_source()
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        check_version(vllm.__version__)
+        check_version(vllm.__version__, KVConnectorBase_V1)
         check_parallelism(vllm_config)
         self._groups = block_groups(vllm_config, kv_cache_config)
         config = self._kv_transfer_config

@@ -1,8 +1,7 @@
-"""Settings of the connector in ``kv_connector_extra_config``, and the supported vLLM versions."""
+"""Settings of the connector in ``kv_connector_extra_config``."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -17,8 +16,6 @@ from kvferry import (
 )
 from kvferry.connectors.liveness import LIVENESS, LIVENESS_SETTINGS
 
-# Versions that the connector is tested with.
-KNOWN_VERSIONS = ("0.32",)
 EXAMPLE = "http://10.0.0.1:7400"
 
 # How long to look for a prefill instance. It may be restarting, or a client may have invented its
@@ -93,13 +90,3 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
     check_discovery_url(settings.discovery)
     settings.endpoint_config()  # Validate here, not only in a worker.
     return settings
-
-
-def check_version(version: str) -> None:
-    """Refuse a vLLM version that the connector was not tested with."""
-    release = re.match(r"\d+\.\d+", version)
-    if release is None or release[0] not in KNOWN_VERSIONS:
-        raise InputError(
-            f"this connector works with vLLM {', '.join(KNOWN_VERSIONS)}, and this is {version}; "
-            f"install vllm=={KNOWN_VERSIONS[-1]}.*, or a kvferry that knows this one"
-        )
