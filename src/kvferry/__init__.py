@@ -23,14 +23,13 @@ if TYPE_CHECKING:
     from kvferry.endpoint.config import EndpointConfig
     from kvferry.endpoint.freeze_gc import freeze_gc
     from kvferry.endpoint.incoming import Incoming
-    from kvferry.endpoint.layer_push_tuner import EventRecorder, LayerPushTuner, Layers, TimedEvent
+    from kvferry.endpoint.layer_push_tuner import EventRecorder, LayerPushTuner, Layers
     from kvferry.endpoint.outgoing import Outgoing, Waitable
     from kvferry.endpoint.rank_agreement import RankAgreement
     from kvferry.endpoint.setup import make_transport, make_transports, new_incarnation
     from kvferry.endpoint.source import SourceEndpoint
     from kvferry.endpoint.target import TargetEndpoint
     from kvferry.errors import (
-        BrokenPlan,
         InputError,
         KvferryError,
         Misuse,
@@ -58,13 +57,12 @@ if TYPE_CHECKING:
     from kvferry.memory.copy.cpu import warm_up
     from kvferry.memory.pools import Memory, PoolArrays
     from kvferry.model_config import (
-        config_as,
-        config_bytes,
+        decode_config,
         model_fingerprint,
         read_config,
     )
     from kvferry.plan.choose import TransferMode
-    from kvferry.plan.cost import PRESETS, LinkCost
+    from kvferry.plan.cost import LinkCost
     from kvferry.plan.layers import LayersPerPush, layers_per_push
     from kvferry.plan.places import Base, Placement, PoolMap, Pools, contiguous_pools
     from kvferry.plan.plan import Plan, Request
@@ -74,15 +72,13 @@ if TYPE_CHECKING:
     from kvferry.security.keys import ClusterKey, checked_bind_address, resolve_ip
     from kvferry.telemetry.metrics import EndpointStats, ModeStats
     from kvferry.telemetry.observer import Observer
-    from kvferry.transports.base import Transport, TransportSetup
-    from kvferry.transports.registry import ready_transports, transport_class
+    from kvferry.transports.base import Transport
+    from kvferry.transports.registry import ready_transports
     from kvferry.transports.transport_set import TransportSet
 
 __all__ = [
     "MAX_NAME",
-    "PRESETS",
     "Base",
-    "BrokenPlan",
     "CacheSpec",
     "ClusterKey",
     "DType",
@@ -144,13 +140,11 @@ __all__ = [
     "Summaries",
     "TargetEndpoint",
     "Tensor",
-    "TimedEvent",
     "Tokens",
     "TransferMode",
     "Transport",
     "TransportError",
     "TransportSet",
-    "TransportSetup",
     "Waitable",
     "Window",
     "attention",
@@ -158,9 +152,8 @@ __all__ = [
     "check_discovery_url",
     "checked_address",
     "checked_bind_address",
-    "config_as",
-    "config_bytes",
     "contiguous_pools",
+    "decode_config",
     "digest_of",
     "find_shard",
     "freeze_gc",
@@ -175,7 +168,6 @@ __all__ = [
     "resolve_ip",
     "spec_from_config",
     "touched_pages",
-    "transport_class",
     "warm_up",
 ]
 __version__ = "0.1.0"
@@ -195,12 +187,12 @@ _HOMES = {
     "endpoint.config": "EndpointConfig",
     "endpoint.freeze_gc": "freeze_gc",
     "endpoint.incoming": "Incoming",
-    "endpoint.layer_push_tuner": "EventRecorder Layers LayerPushTuner TimedEvent",
+    "endpoint.layer_push_tuner": "EventRecorder Layers LayerPushTuner",
     "endpoint.outgoing": "Outgoing Waitable",
     "endpoint.setup": "make_transport make_transports new_incarnation",
     "endpoint.source": "SourceEndpoint",
     "endpoint.target": "TargetEndpoint",
-    "errors": "BrokenPlan InputError KvferryError Misuse Reason ReasonCode Refused TransportError",
+    "errors": "InputError KvferryError Misuse Reason ReasonCode Refused TransportError",
     "ids": "MAX_NAME Peer Room",
     "layout.hf": "spec_from_config",
     "layout.intervals": "Span Tokens",
@@ -209,9 +201,9 @@ _HOMES = {
     "layout.spec": "CacheSpec DType Group Paged StateRow Tensor Window attention attention_group",
     "memory.copy.cpu": "warm_up",
     "memory.pools": "Memory PoolArrays",
-    "model_config": "config_as config_bytes model_fingerprint read_config",
+    "model_config": "decode_config model_fingerprint read_config",
     "plan.choose": "TransferMode",
-    "plan.cost": "LinkCost PRESETS",
+    "plan.cost": "LinkCost",
     "plan.layers": "LayersPerPush layers_per_push",
     "plan.places": "Base Placement PoolMap Pools contiguous_pools",
     "plan.plan": "Plan Request",
@@ -221,8 +213,8 @@ _HOMES = {
     "security.keys": "ClusterKey checked_bind_address resolve_ip",
     "telemetry.metrics": "ModeStats EndpointStats",
     "telemetry.observer": "Observer",
-    "transports.base": "TransportSetup Transport",
-    "transports.registry": "ready_transports transport_class",
+    "transports.base": "Transport",
+    "transports.registry": "ready_transports",
     "transports.transport_set": "TransportSet",
 }
 _PUBLIC = {name: f"kvferry.{home}" for home, names in _HOMES.items() for name in names.split()}

@@ -34,10 +34,10 @@ T = TypeVar("T")
 
 def read_config(where: str | Path) -> dict[str, object]:
     """Return a Hugging Face configuration. ``where`` is the file or its folder."""
-    return config_as(where, dict[str, object])
+    return decode_config(where, dict[str, object])
 
 
-def config_as(where: str | Path, kind: type[T]) -> T:
+def decode_config(where: str | Path, kind: type[T]) -> T:
     """Return a Hugging Face configuration decoded as ``kind``."""
     try:
         return msgspec.json.decode(config_bytes(where), type=kind)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvferry import PRESETS, EventRecorder, LayerPushTuner, Layers, Layout, Parallel, attention
+from kvferry import EventRecorder, LayerPushTuner, Layers, Layout, Parallel, attention
+from kvferry.plan.cost import PRESETS
 
 LAYOUT = Layout(attention(layers=12, kv_heads=4, head_dim=8), Parallel(pp=2))
 

@@ -27,7 +27,7 @@ from kvferry import (
     StateRow,
     Tensor,
     attention_group,
-    config_as,
+    decode_config,
 )
 
 ATTENTION = "full_attention"
@@ -82,7 +82,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @staticmethod
     def load(folder: Path) -> ModelConfig:
         """Read ``config.json``."""
-        return _checked(config_as(folder, _RawConfig))
+        return _checked(decode_config(folder, _RawConfig))
 
 
 class _RawConfig(msgspec.Struct, kw_only=True):
