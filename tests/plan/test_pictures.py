@@ -29,7 +29,7 @@ from kvferry.layout import (
 )
 from kvferry.layout.spec import attention_group
 from kvferry.plan.pictures import as_html, as_svg
-from kvferry.plan.pictures.scene import Scene, Section, make_scene
+from kvferry.plan.pictures.scene import Scene, Section
 from kvferry.plan.pictures.svg import escape
 from kvferry.plan.plan import Plan, Request
 from kvferry.plan.reshard import reshard
@@ -237,7 +237,7 @@ def sections_of(drawn: Scene, side: str) -> Iterator[Section]:
 
 @each_plan
 def test_bands_into_targets_fill_them_and_never_overlap(plan: Plan) -> None:
-    for section in sections_of(make_scene(plan, REQUEST), "target"):
+    for section in sections_of(Scene(plan, REQUEST), "target"):
         ends = sorted((end.y, end.y + end.h) for end in section.ends.values())
         for (_, above), (below, _) in itertools.pairwise(ends):
             assert above == pytest.approx(below)
@@ -246,7 +246,7 @@ def test_bands_into_targets_fill_them_and_never_overlap(plan: Plan) -> None:
 
 @each_plan
 def test_bands_out_of_sources_stay_on_their_rail(plan: Plan) -> None:
-    for section in sections_of(make_scene(plan, REQUEST), "source"):
+    for section in sections_of(Scene(plan, REQUEST), "source"):
         top, bottom = section.rail.y, section.rail.y + section.rail.h
         for number, end in section.ends.items():
             assert plan.moves[number].group == section.group.name
@@ -255,7 +255,7 @@ def test_bands_out_of_sources_stay_on_their_rail(plan: Plan) -> None:
 
 @each_plan
 def test_every_band_joins_the_ends_of_its_move(plan: Plan) -> None:
-    drawn = make_scene(plan, REQUEST)
+    drawn = Scene(plan, REQUEST)
     cards = {(card.side.value, card.rank): card for card in drawn.cards}
     for (number, move, _), source, target in drawn.bands:
         assert source in cards["source", move.source].sections
@@ -267,7 +267,7 @@ def test_every_band_joins_the_ends_of_its_move(plan: Plan) -> None:
 def test_thickness_is_the_share_of_the_bytes_held() -> None:
     """Replicas share the work, so each sends a part of what it holds."""
     plan = PLANS["replicated-tp2"]
-    drawn = make_scene(plan, REQUEST)
+    drawn = Scene(plan, REQUEST)
     for (number, move, num_bytes), source, target in drawn.bands:
         held = plan.payload_bytes(REQUEST) / 4
         assert source.ends[number].h / source.rail.h == pytest.approx(num_bytes / held)
@@ -275,12 +275,12 @@ def test_thickness_is_the_share_of_the_bytes_held() -> None:
 
 
 def test_source_that_sends_to_several_targets_divides_its_rail() -> None:
-    (source,) = sections_of(make_scene(PLANS["mla-spread"], REQUEST), "source")
+    (source,) = sections_of(Scene(PLANS["mla-spread"], REQUEST), "source")
     assert [end.h / source.rail.h for end in source.ends.values()] == pytest.approx([0.25] * 4)
 
 
 def test_pipeline_stages_are_placed_by_layer() -> None:
-    drawn = make_scene(PLANS["tp2pp2-tp4"], REQUEST)
+    drawn = Scene(PLANS["tp2pp2-tp4"], REQUEST)
     first, _, third, _ = sections_of(drawn, "source")
     upper, lower = (one.block(one.shards[0].layers, one.shards[0].units) for one in (first, third))
     assert upper.y == first.map.y

@@ -5,15 +5,9 @@ from __future__ import annotations
 from kvferry.layout.intervals import ALL_TOKENS, Span
 from kvferry.layout.layout import Shard
 from kvferry.layout.spec import Group
-from kvferry.plan.describe import (
-    kind_text,
-    layers_text,
-    rank_name,
-    span_text,
-    tokens_text,
-)
-from kvferry.plan.pictures.scene import MAX_CARDS, Card, PictureSide, Scene
-from kvferry.plan.plan import Move, Plan, Request
+from kvferry.plan.describe import kind_text, layers_text, rank_name, span_text, tokens_text
+from kvferry.plan.pictures.scene import MAX_CARDS, Card, CarriedMove, PictureSide, Scene
+from kvferry.plan.plan import Plan
 from kvferry.plan.units import human_bytes
 
 TABLE_COLUMNS = ("group", "source", "target", "layers", "units", "tokens", "bytes", "share")
@@ -27,12 +21,13 @@ def title(plan: Plan) -> str:
     )
 
 
-def subtitle(plan: Plan, request: Request, num_bytes: int, num_moves: int) -> str:
+def subtitle(scene: Scene) -> str:
     """Return the request and the plan in one line."""
+    plan, request = scene.plan, scene.request
     parts = [plural(plan.spec.num_layers, "layer"), plural(request.num_tokens, "token")]
     if request.prefix:
         parts.append(f"{request.prefix:,} of them cached")
-    parts.append(f"{human_bytes(num_bytes)} in {plural(num_moves, 'move')}")
+    parts.append(f"{human_bytes(scene.sizes.total())} in {plural(len(scene.carried), 'move')}")
     parts.append(f"plan {plan.digest[:12]}")
     return "  ·  ".join(parts)
 
@@ -61,13 +56,12 @@ def shard_lines(group: Group, shards: tuple[Shard, ...]) -> list[str]:
     return [shorten(line, 18) for line in lines]
 
 
-def move_texts(
-    plan: Plan, move: Move, request: Request, num_bytes: int, total_bytes: int
-) -> tuple[str, ...]:
+def move_texts(scene: Scene, carried: CarriedMove) -> tuple[str, ...]:
     """Return one move as table cells, in the order of ``TABLE_COLUMNS``."""
-    group = plan.spec.group(move.group)
-    tokens = plan.tokens_of(move, request)
-    percent = 100 * num_bytes / total_bytes
+    _, move, num_bytes = carried
+    group = scene.plan.spec.group(move.group)
+    tokens = scene.plan.tokens_of(move, scene.request)
+    percent = 100 * num_bytes / scene.sizes.total()
     return (
         move.group,
         f"prefill {move.source}",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvferry.plan.pictures import captions
-from kvferry.plan.pictures.scene import Scene, make_scene
+from kvferry.plan.pictures.scene import Scene
 from kvferry.plan.pictures.svg import FONT, drawing, escape
 from kvferry.plan.plan import Plan, Request
 
@@ -85,7 +85,7 @@ addEventListener("keydown", (event) => event.key === "Escape" && clear());
 
 def as_html(plan: Plan, request: Request) -> str:
     """Return an HTML page with the picture, numbers on hover and a table of the moves."""
-    scene = make_scene(plan, request)
+    scene = Scene(plan, request)
     parts = [
         "<!DOCTYPE html>",
         '<html lang="en"><head><meta charset="utf-8">',
@@ -105,11 +105,10 @@ def _table(scene: Scene) -> Iterator[str]:
         return
     head = "".join(f'<th scope="col">{name}</th>' for name in captions.TABLE_COLUMNS)
     yield f"<table><caption>Moves</caption><thead><tr>{head}</tr></thead><tbody>"
-    total = scene.num_bytes()
-    for number, move, num_bytes in scene.carried[:MAX_ROWS]:
-        texts = captions.move_texts(scene.plan, move, scene.request, num_bytes, total)
+    for carried in scene.carried[:MAX_ROWS]:
+        texts = captions.move_texts(scene, carried)
         cells = "".join(f"<td>{escape(text)}</td>" for text in texts)
-        yield f'<tr data-move="{number}">{cells}</tr>'
+        yield f'<tr data-move="{carried.number}">{cells}</tr>'
     yield "</tbody></table>"
     left = len(scene.carried) - MAX_ROWS
     if left > 0:

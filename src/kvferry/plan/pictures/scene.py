@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple
 
 from kvferry.layout.intervals import Span
@@ -104,71 +105,59 @@ class Band(NamedTuple):
 
 @dataclass(frozen=True)
 class Scene:
-    """The whole picture. ``carried`` are all moves, ``bands`` those that are drawn."""
+    """The whole picture of a plan for a request."""
 
     plan: Plan
     request: Request
-    height: float
-    cards: tuple[Card, ...]
-    carried: tuple[CarriedMove, ...]
-    bands: tuple[Band, ...]
 
-    def num_bytes(self, group: str | None = None) -> int:
-        """Return the payload, of one group or of all."""
-        return sum(one.num_bytes for one in self.carried if group in (None, one.move.group))
+    @cached_property
+    def carried(self) -> tuple[CarriedMove, ...]:
+        """All moves that carry something."""
+        return tuple(
+            CarriedMove(number, move, num_bytes)
+            for number, move in enumerate(self.plan.moves)
+            if (num_bytes := self.plan.bytes_of(move, self.request))
+        )
 
-
-def make_scene(plan: Plan, request: Request) -> Scene:
-    """Return the geometry of a plan's picture for a request."""
-    carried = tuple(
-        CarriedMove(number, move, num_bytes)
-        for number, move in enumerate(plan.moves)
-        if (num_bytes := plan.bytes_of(move, request))
-    )
-    most = min(MAX_CARDS, max(plan.source.num_ranks, plan.target.num_ranks))
-    height = max(min(640.0, 300.0 + 85.0 * most), 30.0 * most)
-    columns = _Columns(plan, request, carried, height)
-    cards = tuple(card for side in PictureSide for card in columns.cards(side))
-    ends = {
-        (card.side, number): section
-        for card in cards
-        for section in card.sections
-        for number in section.ends
-    }
-    # Both ranks must be shown. Thin bands are drawn last, so that thick ones do not hide them.
-    bands = (
-        Band(one, ends[PictureSide.SOURCE, one.number], ends[PictureSide.TARGET, one.number])
-        for one in sorted(carried, key=lambda one: -one.num_bytes)
-        if all((side, one.number) in ends for side in PictureSide)
-    )
-    return Scene(plan, request, height, cards, carried, tuple(itertools.islice(bands, MAX_BANDS)))
-
-
-def split(span: Span, limit: int) -> list[Span]:
-    """Return ``span`` in at most ``limit`` nearly equal parts, in order."""
-    parts = min(len(span), limit)
-    edges = [span.first + len(span) * part // parts for part in range(parts + 1)]
-    return [Span(a, b) for a, b in itertools.pairwise(edges)]
-
-
-class _Columns:
-    """The cards of both sides."""
-
-    def __init__(
-        self, plan: Plan, request: Request, carried: Sequence[CarriedMove], height: float
-    ) -> None:
-        self.plan = plan
-        self.request = request
-        self.carried = carried
-        self.height = height
-        sizes = Counter({group.name: 0 for group in plan.spec.groups})
-        for one in carried:
+    @cached_property
+    def sizes(self) -> Counter[str]:
+        """The payload of each group."""
+        sizes = Counter({group.name: 0 for group in self.plan.spec.groups})
+        for one in self.carried:
             sizes[one.move.group] += one.num_bytes
-        least = MIN_GROUP_SHARE * max(1, sizes.total())
-        self.weights = {name: max(least, size) for name, size in sizes.items()}
+        return sizes
 
-    def cards(self, side: PictureSide) -> Iterator[Card]:
-        """Return the cards of one side from top to bottom, all of the same height."""
+    @cached_property
+    def height(self) -> float:
+        """The height of a column of cards."""
+        most = min(MAX_CARDS, max(self.plan.source.num_ranks, self.plan.target.num_ranks))
+        return max(min(640.0, 300.0 + 85.0 * most), 30.0 * most)
+
+    @cached_property
+    def cards(self) -> tuple[Card, ...]:
+        """The cards of both sides, from top to bottom."""
+        return tuple(card for side in PictureSide for card in self._column(side))
+
+    @cached_property
+    def bands(self) -> tuple[Band, ...]:
+        """The moves between ranks that are shown.
+
+        Thin bands are last, so that thick ones do not hide them.
+        """
+        ends = {
+            (card.side, number): section
+            for card in self.cards
+            for section in card.sections
+            for number in section.ends
+        }
+        bands = [
+            Band(one, ends[PictureSide.SOURCE, one.number], ends[PictureSide.TARGET, one.number])
+            for one in sorted(self.carried, key=lambda one: -one.num_bytes)
+            if all((side, one.number) in ends for side in PictureSide)
+        ]
+        return tuple(bands[:MAX_BANDS])
+
+    def _column(self, side: PictureSide) -> Iterator[Card]:
         layout = side.layout_of(self.plan)
         count = min(layout.num_ranks, MAX_CARDS)
         gap = 18.0 if count <= 6 else 8.0 if count <= 24 else 4.0
@@ -182,22 +171,23 @@ class _Columns:
     def _sections(
         self, side: PictureSide, shards: Sequence[Shard], moves: Sequence[CarriedMove], box: Box
     ) -> Iterator[Section]:
-        """Return a card's sections from top to bottom. Heights follow the groups' weights."""
+        """Return a card's sections from top to bottom. Heights follow the groups' sizes."""
         held = {shard.group for shard in shards}
         groups = [group for group in self.plan.spec.groups if group.name in held]
         padding = min(8.0, box.h / 8)
         gap = 6.0 if box.h / max(1, len(groups)) > 24 else 1.0
         free = box.h - 2 * padding - gap * (len(groups) - 1)
-        total = sum(self.weights[group.name] for group in groups)
+        least = MIN_GROUP_SHARE * max(1, self.sizes.total())
+        weights = [max(least, self.sizes[group.name]) for group in groups]
         if side is PictureSide.SOURCE:
             rail_x = box.x + CARD_WIDTH - RAIL_WIDTH
             map_x = rail_x - 6 - MAP_WIDTH
         else:
             rail_x, map_x = box.x, box.x + RAIL_WIDTH + 6
         y = box.y + padding
-        for group in groups:
+        for group, weight in zip(groups, weights, strict=True):
             mine = tuple(shard for shard in shards if shard.group == group.name)
-            h = free * self.weights[group.name] / total
+            h = free * weight / sum(weights)
             rail = Box(rail_x, y, RAIL_WIDTH, h)
             its = [one for one in moves if one.move.group == group.name]
             ends = _stack(rail, its, sum(map(self._held_bytes, mine)))
@@ -208,6 +198,13 @@ class _Columns:
         """Return the bytes that a move of a whole shard would carry."""
         whole = Move(shard.group, 0, 0, shard.layers, shard.units, 0, 0, shard.tokens)
         return self.plan.bytes_of(whole, self.request)
+
+
+def split(span: Span, limit: int) -> list[Span]:
+    """Return ``span`` in at most ``limit`` nearly equal parts, in order."""
+    parts = min(len(span), limit)
+    edges = [span.first + len(span) * part // parts for part in range(parts + 1)]
+    return [Span(a, b) for a, b in itertools.pairwise(edges)]
 
 
 def _stack(rail: Box, moves: Sequence[CarriedMove], num_held: int) -> dict[int, Box]:

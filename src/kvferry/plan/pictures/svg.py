@@ -20,7 +20,6 @@ from kvferry.plan.pictures.scene import (
     PictureSide,
     Scene,
     Section,
-    make_scene,
     split,
 )
 from kvferry.plan.plan import Plan, Request
@@ -76,7 +75,7 @@ def escape(text: str) -> str:
 
 def as_svg(plan: Plan, request: Request) -> str:
     """Return an SVG document that shows what a plan moves for a request."""
-    return '<?xml version="1.0" encoding="UTF-8"?>\n' + drawing(make_scene(plan, request)) + "\n"
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + drawing(Scene(plan, request)) + "\n"
 
 
 def drawing(scene: Scene) -> str:
@@ -87,7 +86,7 @@ def drawing(scene: Scene) -> str:
     notes_top = foot + LINE_HEIGHT * max(len(plan.spec.groups), len(_HINTS))
     height = notes_top - 8 + LINE_HEIGHT * len(notes)
     title = captions.title(plan)
-    subtitle = captions.subtitle(plan, scene.request, scene.num_bytes(), len(scene.carried))
+    subtitle = captions.subtitle(scene)
     headings = [captions.heading(plan, side) for side in PictureSide]
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="kvf" role="img" '
@@ -208,9 +207,8 @@ def _band(scene: Scene, band: Band) -> str:
         f'data-move="{number}" data-group="{escape(move.group)}" '
         f'data-source="{move.source}" data-target="{move.target}" data-bytes="{num_bytes}"'
     )
-    texts = captions.move_texts(scene.plan, move, scene.request, num_bytes, scene.num_bytes())
-    title = f"<title>{escape(captions.move_tip(texts))}</title>"
-    return f'<g class="band" {data}>{title}{"".join(_strips(scene, band))}</g>'
+    tip = captions.move_tip(captions.move_texts(scene, band.carried))
+    return f'<g class="band" {data}><title>{escape(tip)}</title>{"".join(_strips(scene, band))}</g>'
 
 
 def _strips(scene: Scene, band: Band) -> Iterator[str]:
@@ -250,5 +248,5 @@ def _legend(scene: Scene, top: float) -> Iterator[str]:
             # Slightly wider than its share, so that no seam shows between two.
             box = Box(MARGIN + width * place, y - 12, width + 0.3, 15)
             yield _rect(box, "cell", f' fill="{_colour(scene, group.name, units)}"')
-        text = captions.legend_text(group, scene.num_bytes(group.name))
+        text = captions.legend_text(group, scene.sizes[group.name])
         yield _text(x, y, captions.shorten(group.name, 15), "heading", after=text)
