@@ -256,22 +256,21 @@ def test_bands_out_of_sources_stay_on_their_rail(plan: Plan) -> None:
 @each_plan
 def test_every_band_joins_the_ends_of_its_move(plan: Plan) -> None:
     drawn = Scene(plan, REQUEST)
-    cards = {(card.side.value, card.rank): card for card in drawn.cards}
+    ends = {(card.side.value, card.rank): dict(card.ends()) for card in drawn.cards}
     for (number, move, _), source, target in drawn.bands:
-        assert source in cards["source", move.source].sections
-        assert target in cards["target", move.target].sections
-        assert number in source.ends
-        assert number in target.ends
+        assert ends["source", move.source][number] == source
+        assert ends["target", move.target][number] == target
 
 
 def test_thickness_is_the_share_of_the_bytes_held() -> None:
     """Replicas share the work, so each sends a part of what it holds."""
     plan = PLANS["replicated-tp2"]
     drawn = Scene(plan, REQUEST)
-    for (number, move, num_bytes), source, target in drawn.bands:
-        held = plan.payload_bytes(REQUEST) / 4
-        assert source.ends[number].h / source.rail.h == pytest.approx(num_bytes / held)
-        assert target.ends[number].h / target.rail.h == pytest.approx(num_bytes / held / 2), move
+    rails = {card.side.value: card.sections[0].rail.h for card in drawn.cards}
+    held = plan.payload_bytes(REQUEST) / 4
+    for (_, _, num_bytes), source, target in drawn.bands:
+        assert source.h / rails["source"] == pytest.approx(num_bytes / held)
+        assert target.h / rails["target"] == pytest.approx(num_bytes / held / 2)
 
 
 def test_source_that_sends_to_several_targets_divides_its_rail() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvferry.layout.intervals import ALL_TOKENS, Span
 from kvferry.layout.layout import Shard
 from kvferry.layout.spec import Group
-from kvferry.plan.describe import kind_text, layers_text, rank_name, span_text, tokens_text
+from kvferry.plan.describe import layers_text, rank_name, span_text, tokens_text
 from kvferry.plan.pictures.scene import MAX_CARDS, Card, CarriedMove, PictureSide, Scene
 from kvferry.plan.plan import Plan
 from kvferry.plan.units import human_bytes
@@ -38,12 +38,6 @@ def heading(plan: Plan, side: PictureSide) -> str:
     parts = [f"1 of {layout.dp} replicas"] if layout.dp > 1 else []
     parts += [plural(layout.num_ranks, "rank"), f"page {layout.page_tokens}", layout.order.upper()]
     return f"{side.engine.capitalize()}: {', '.join(parts)}"
-
-
-def legend_text(group: Group, num_bytes: int) -> str:
-    """Return a group's shape, kind and size, for the legend."""
-    shape = f"{plural(group.units, unit_word(group))} × {plural(len(group.layers), 'layer')}"
-    return f"{shape}, {kind_text(group)}, {human_bytes(num_bytes)}"
 
 
 def shard_lines(group: Group, shards: tuple[Shard, ...]) -> list[str]:

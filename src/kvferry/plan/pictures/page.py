@@ -20,7 +20,7 @@ _STYLE = f"""
 body {{ margin: 0; background: #ffffff; color: #1c2430; font: 14px/1.45 {FONT}; }}
 main {{ max-width: 1400px; margin: 0 auto; padding: 0 0 48px; }}
 main .kvf {{ display: block; width: 100%; height: auto; }}
-main .kvf .band, main .kvf .card {{ transition: opacity 0.12s; outline: none; cursor: default; }}
+main .kvf .band, main .kvf .card {{ transition: opacity 0.12s; cursor: default; }}
 main .kvf.lit .band:not(.on) {{ opacity: 0.07; }}
 main .kvf .band.on path {{ fill-opacity: 0.92; }}
 main .kvf .card.on .box {{ stroke: #1c2430; stroke-width: 1.6; }}
@@ -66,20 +66,13 @@ for (const it of items) {
   const title = it.querySelector("title");
   const text = title ? title.textContent : "";
   if (title) {
+    // The browser would show the title as a second tooltip.
     it.setAttribute("aria-label", text);
-    it.setAttribute("role", "img");
     title.remove();
   }
-  it.setAttribute("tabindex", "0");
   it.addEventListener("pointermove", (event) => show(it, text, event.clientX, event.clientY));
-  it.addEventListener("focus", () => {
-    const box = it.getBoundingClientRect();
-    show(it, text, box.x + box.width / 2, box.y + box.height / 2);
-  });
-  for (const end of ["pointerleave", "blur"]) it.addEventListener(end, clear);
+  it.addEventListener("pointerleave", clear);
 }
-svg.setAttribute("role", "group");
-addEventListener("keydown", (event) => event.key === "Escape" && clear());
 """
 
 

@@ -94,13 +94,18 @@ class Card(NamedTuple):
     moves: tuple[CarriedMove, ...]
     sections: tuple[Section, ...]
 
+    def ends(self) -> Iterator[tuple[int, Box]]:
+        """Yield the place of every move on the rail."""
+        for section in self.sections:
+            yield from section.ends.items()
+
 
 class Band(NamedTuple):
-    """One move as drawn, between the sections of its two ranks."""
+    """One move as drawn, between its places on two rails."""
 
     carried: CarriedMove
-    source: Section
-    target: Section
+    source: Box
+    target: Box
 
 
 @dataclass(frozen=True)
@@ -144,16 +149,14 @@ class Scene:
 
         Thin bands are last, so that thick ones do not hide them.
         """
-        ends = {
-            (card.side, number): section
-            for card in self.cards
-            for section in card.sections
-            for number in section.ends
-        }
+        sources, targets = (
+            {number: end for card in self.cards if card.side is side for number, end in card.ends()}
+            for side in PictureSide
+        )
         bands = [
-            Band(one, ends[PictureSide.SOURCE, one.number], ends[PictureSide.TARGET, one.number])
+            Band(one, sources[one.number], targets[one.number])
             for one in sorted(self.carried, key=lambda one: -one.num_bytes)
-            if all((side, one.number) in ends for side in PictureSide)
+            if one.number in sources and one.number in targets
         ]
         return tuple(bands[:MAX_BANDS])
 
@@ -179,11 +182,9 @@ class Scene:
         free = box.h - 2 * padding - gap * (len(groups) - 1)
         least = MIN_GROUP_SHARE * max(1, self.sizes.total())
         weights = [max(least, self.sizes[group.name]) for group in groups]
+        rail_x, map_x = box.x, box.x + RAIL_WIDTH + 6
         if side is PictureSide.SOURCE:
-            rail_x = box.x + CARD_WIDTH - RAIL_WIDTH
-            map_x = rail_x - 6 - MAP_WIDTH
-        else:
-            rail_x, map_x = box.x, box.x + RAIL_WIDTH + 6
+            rail_x, map_x = box.x + box.w - RAIL_WIDTH, box.x + box.w - RAIL_WIDTH - 6 - MAP_WIDTH
         y = box.y + padding
         for group, weight in zip(groups, weights, strict=True):
             mine = tuple(shard for shard in shards if shard.group == group.name)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from kvferry.layout.intervals import Span
-from kvferry.plan.describe import rank_coordinates
+from kvferry.plan.describe import kind_text, rank_coordinates
 from kvferry.plan.pictures import captions
 from kvferry.plan.pictures.scene import (
     CARD_WIDTH,
@@ -23,6 +23,7 @@ from kvferry.plan.pictures.scene import (
     split,
 )
 from kvferry.plan.plan import Plan, Request
+from kvferry.plan.units import human_bytes
 
 FONT = "Inter, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 STYLE = f"""
@@ -153,20 +154,18 @@ def _card(scene: Scene, card: Card) -> str:
     place = " · ".join(coordinates) if card.sections else "holds nothing"
     name = f"{card.side.engine} {card.rank}"
     small = box.h < 40
-    if card.side is PictureSide.SOURCE:
-        x, anchor = box.x + 12, "start"
-    else:
-        x, anchor = box.x + box.w - 12, "end"
+    left = card.side is PictureSide.SOURCE
+    x, anchor = (box.x + 12, "start") if left else (box.x + box.w - 12, "end")
     if small:
-        names = [_text(x, box.y + box.h / 2 + 4, name, "small", anchor, place)]
+        names = _text(x, box.y + box.h / 2 + 4, name, "small", anchor, place)
     else:
-        names = [_text(x, box.y + 24, name, "name", anchor)]
-        names.append(_text(x, box.y + 42, place, "muted", anchor))
+        names = _text(x, box.y + 24, name, "name", anchor)
+        names += _text(x, box.y + 42, place, "muted", anchor)
     parts = [
         f'<g class="card" data-side="{card.side}" data-rank="{card.rank}">',
         f"<title>{escape(captions.card_tip(scene.plan, card))}</title>",
         _rect(box, "box", ' rx="7"'),
-        *names,
+        names,
     ]
     for section in card.sections:
         parts += _section(scene, section)
@@ -179,11 +178,10 @@ def _section(scene: Scene, section: Section) -> Iterator[str]:
     """Return the map, hatched if interleaved, and the empty rail."""
     yield _rect(section.map, "void")
     yield _rect(section.rail, "held")
-    gap = 1.0 if section.map.w / section.group.units >= 5 else 0.0
     for shard in section.shards:
         for units in split(shard.units, MAX_COLOURS):
             box = section.block(shard.layers, units)
-            box = box._replace(w=max(MIN_BLOCK, box.w - gap), h=max(MIN_BLOCK, box.h))
+            box = box._replace(w=max(MIN_BLOCK, box.w - 1), h=max(MIN_BLOCK, box.h))
             yield _rect(box, "cell", f' fill="{_colour(scene, section.group.name, units)}"')
         if shard.tokens.step > 1:
             yield _rect(section.block(shard.layers, shard.units), "", ' fill="url(#kvf-hatch)"')
@@ -213,26 +211,25 @@ def _band(scene: Scene, band: Band) -> str:
 
 def _strips(scene: Scene, band: Band) -> Iterator[str]:
     """Return a band's ribbons, one for each unit or a few, and its places on the two rails."""
-    number, move, _ = band.carried
-    group = band.source.group
+    move = band.carried.move
+    group = scene.plan.spec.group(move.group)
     places = group.places_in(move.layers)
     depth = (places.first + places.end) / 2 / len(group.layers)
     left, right = MARGIN + CARD_WIDTH, WIDTH - MARGIN - CARD_WIDTH
-    x, middle, end = map(_n, (left, (left + right) / 2, right))
+    x, middle, far = map(_n, (left, (left + right) / 2, right))
     limit = max(1, min(MAX_COLOURS, MAX_STRIPS // len(scene.bands)))
     for units in split(move.units, limit):
         colour = _colour(scene, group.name, units, depth)
         boxes = []
-        for section in (band.source, band.target):
-            box = section.ends[number]
-            unit = box.h / len(move.units)
-            y, h = box.y + unit * (units.first - move.units.first), unit * len(units)
-            box = box._replace(y=y, h=max(MIN_RIBBON, h))
+        for end in (band.source, band.target):
+            unit = end.h / len(move.units)
+            y, h = end.y + unit * (units.first - move.units.first), unit * len(units)
+            box = end._replace(y=y, h=max(MIN_RIBBON, h))
             yield _rect(box, "rail", f' fill="{colour}"')
             boxes.append(box)
         a, b, c, d = (_n(edge) for box in boxes for edge in (box.y, box.y + box.h))
         path = (
-            f"M{x} {a}C{middle} {a} {middle} {c} {end} {c}V{d}C{middle} {d} {middle} {b} {x} {b}Z"
+            f"M{x} {a}C{middle} {a} {middle} {c} {far} {c}V{d}C{middle} {d} {middle} {b} {x} {b}Z"
         )
         yield f'<path fill="{colour}" stroke="{colour}" d="{path}"/>'
 
@@ -244,9 +241,11 @@ def _legend(scene: Scene, top: float) -> Iterator[str]:
         y = top + LINE_HEIGHT * index
         parts = split(Span(0, group.units), MAX_COLOURS)
         width = LEGEND_WIDTH / len(parts)
-        for place, units in enumerate(parts):
+        for place, part in enumerate(parts):
             # Slightly wider than its share, so that no seam shows between two.
             box = Box(MARGIN + width * place, y - 12, width + 0.3, 15)
-            yield _rect(box, "cell", f' fill="{_colour(scene, group.name, units)}"')
-        text = captions.legend_text(group, scene.sizes[group.name])
-        yield _text(x, y, captions.shorten(group.name, 15), "heading", after=text)
+            yield _rect(box, "cell", f' fill="{_colour(scene, group.name, part)}"')
+        units = captions.plural(group.units, captions.unit_word(group))
+        shape = f"{units} × {captions.plural(len(group.layers), 'layer')}, {kind_text(group)}"
+        after = f"{shape}, {human_bytes(scene.sizes[group.name])}"
+        yield _text(x, y, captions.shorten(group.name, 15), "heading", after=after)
