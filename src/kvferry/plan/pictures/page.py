@@ -35,7 +35,6 @@ th, td {{ text-align: left; padding: 5px 12px 5px 0; border-bottom: 1px solid #e
 th {{ color: #566071; font-weight: 600; }}
 th:nth-last-child(-n+2), td:nth-last-child(-n+2) {{ text-align: right; padding-right: 0; }}
 tbody tr.on {{ background: #eef1f5; }}
-.more {{ margin: 8px 36px; color: #566071; }}
 """
 
 _SCRIPT = """
@@ -97,12 +96,11 @@ def _table(scene: Scene) -> Iterator[str]:
     if not scene.carried:
         return
     head = "".join(f'<th scope="col">{name}</th>' for name in captions.TABLE_COLUMNS)
-    yield f"<table><caption>Moves</caption><thead><tr>{head}</tr></thead><tbody>"
+    num_moves = captions.plural(len(scene.carried), "move")
+    caption = f"The first {MAX_ROWS} of {num_moves}" if len(scene.carried) > MAX_ROWS else num_moves
+    yield f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>"
     for carried in scene.carried[:MAX_ROWS]:
         texts = captions.move_texts(scene, carried)
         cells = "".join(f"<td>{escape(text)}</td>" for text in texts)
         yield f'<tr data-move="{carried.number}">{cells}</tr>'
     yield "</tbody></table>"
-    left = len(scene.carried) - MAX_ROWS
-    if left > 0:
-        yield f'<p class="more">… and {captions.plural(left, "more move")}.</p>'

@@ -67,8 +67,7 @@ class CarriedMove(NamedTuple):
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """One group on one card. ``ends`` has the place on the rail of each move, by its number."""
 
     group: Group
@@ -191,14 +190,11 @@ class Scene:
             h = free * weight / sum(weights)
             rail = Box(rail_x, y, RAIL_WIDTH, h)
             its = [one for one in moves if one.move.group == group.name]
-            ends = _stack(rail, its, sum(map(self._held_bytes, mine)))
+            whole = (Move(group.name, 0, 0, s.layers, s.units, 0, 0, s.tokens) for s in mine)
+            num_held = sum(self.plan.bytes_of(move, self.request) for move in whole)
+            ends = _stack(rail, its, num_held)
             yield Section(group, Box(map_x, y, MAP_WIDTH, h), rail, mine, ends)
             y += h + gap
-
-    def _held_bytes(self, shard: Shard) -> int:
-        """Return the bytes that a move of a whole shard would carry."""
-        whole = Move(shard.group, 0, 0, shard.layers, shard.units, 0, 0, shard.tokens)
-        return self.plan.bytes_of(whole, self.request)
 
 
 def split(span: Span, limit: int) -> list[Span]:

@@ -126,8 +126,7 @@ def _rect(box: Box, css: str, extra: str = "") -> str:
 
 def _text(x: float, y: float, text: str, css: str, anchor: str = "start", after: str = "") -> str:
     """Return a line of text. ``after`` follows it in a muted colour."""
-    attributes = f'x="{_n(x)}" y="{_n(y)}" class="{css}"'
-    attributes += f' text-anchor="{anchor}"' if anchor != "start" else ""
+    attributes = f'x="{_n(x)}" y="{_n(y)}" class="{css}" text-anchor="{anchor}"'
     span = f'<tspan class="muted" dx="10">{escape(after)}</tspan>' if after else ""
     return f"<text {attributes}>{escape(text)}{span}</text>"
 
@@ -170,7 +169,7 @@ def _card(scene: Scene, card: Card) -> str:
     for section in card.sections:
         parts += _section(scene, section)
         if not small:
-            parts += _labels(scene, card.side, section)
+            parts += _labels(card.side, section)
     return "".join([*parts, "</g>"])
 
 
@@ -187,14 +186,13 @@ def _section(scene: Scene, section: Section) -> Iterator[str]:
             yield _rect(section.block(shard.layers, shard.units), "", ' fill="url(#kvf-hatch)"')
 
 
-def _labels(scene: Scene, side: PictureSide, section: Section) -> Iterator[str]:
+def _labels(side: PictureSide, section: Section) -> Iterator[str]:
     """Return as many lines beside the map as its height has room for."""
     group, box = section.group, section.map
     left = side is PictureSide.SOURCE
     x, anchor = (box.x - 10, "end") if left else (box.x + box.w + 10, "start")
-    lines = [(text, "muted") for text in captions.shard_lines(group, section.shards)]
-    if len(scene.plan.spec.groups) > 1 or group.units == 1:
-        lines.insert(0, (captions.shorten(group.name, 15), "label"))
+    lines = [(captions.shorten(group.name, 15), "label")]
+    lines += [(text, "muted") for text in captions.shard_lines(group, section.shards)]
     for line, (text, css) in enumerate(lines[: int((box.h + 4) // 15)]):
         yield _text(x, box.y + 11 + 16 * line, text, css, anchor)
 
