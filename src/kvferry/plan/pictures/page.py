@@ -38,7 +38,6 @@ tbody tr.on {{ background: #eef1f5; }}
 """
 
 _SCRIPT = """
-"use strict";
 const svg = document.querySelector("svg.kvf");
 const tip = document.getElementById("tip");
 const items = [...document.querySelectorAll(".band, .card, tr[data-move]")];
@@ -51,8 +50,8 @@ function clear() {
 function show(it, text, x, y) {
   clear();
   const { move, side, rank } = it.dataset;
-  const same = (one) => (side ? one.dataset[side] === rank : one.dataset.move === move);
-  const related = items.filter(same);
+  const related = items.filter(({ dataset }) =>
+    side ? dataset[side] === rank : dataset.move === move);
   svg.classList.toggle("lit", related.some((one) => one.matches(".band")));
   for (const one of [it, ...related]) one.classList.add("on");
   tip.textContent = text;
@@ -62,13 +61,10 @@ function show(it, text, x, y) {
   tip.style.top = Math.max(8, y + 16 + high > innerHeight ? y - high - 12 : y + 16) + "px";
 }
 for (const it of items) {
-  const title = it.querySelector("title");
-  const text = title ? title.textContent : "";
-  if (title) {
-    // The browser would show the title as a second tooltip.
-    it.setAttribute("aria-label", text);
-    title.remove();
-  }
+  const text = it.querySelector("title")?.textContent || "";
+  // The browser would show a title as a second tooltip.
+  it.querySelector("title")?.remove();
+  if (text) it.setAttribute("aria-label", text);
   it.addEventListener("pointermove", (event) => show(it, text, event.clientX, event.clientY));
   it.addEventListener("pointerleave", clear);
 }
@@ -85,7 +81,7 @@ def as_html(plan: Plan, request: Request) -> str:
         f"<title>{escape(captions.title(plan))} · kvferry plan</title>",
         f"<style>{_STYLE}</style></head>",
         f"<body><main>{drawing(scene)}",
-        *_table(scene),
+        *(_table(scene) if scene.carried else ()),
         '</main><div id="tip" role="status" hidden></div>',
         f'<script type="module">{_SCRIPT}</script></body></html>',
     ]
@@ -93,8 +89,6 @@ def as_html(plan: Plan, request: Request) -> str:
 
 
 def _table(scene: Scene) -> Iterator[str]:
-    if not scene.carried:
-        return
     head = "".join(f'<th scope="col">{name}</th>' for name in captions.TABLE_COLUMNS)
     num_moves = captions.plural(len(scene.carried), "move")
     caption = f"The first {MAX_ROWS} of {num_moves}" if len(scene.carried) > MAX_ROWS else num_moves

@@ -205,10 +205,9 @@ def split(span: Span, limit: int) -> list[Span]:
 
 
 def _stack(rail: Box, moves: Sequence[CarriedMove], num_held: int) -> dict[int, Box]:
-    """Return each move's place on a rail that stands for the bytes held.
+    """Return each move's place on a rail, which stands for the larger of the bytes held and sent.
 
-    A source that sends a part to several targets sends more bytes than it holds: they share
-    the rail.
+    A source that sends a part to several targets sends more bytes than it holds.
     """
     scale = rail.h / max(1, num_held, sum(one.num_bytes for one in moves))
     ends = {}

@@ -214,7 +214,7 @@ def _strips(scene: Scene, band: Band) -> Iterator[str]:
     places = group.places_in(move.layers)
     depth = (places.first + places.end) / 2 / len(group.layers)
     left, right = MARGIN + CARD_WIDTH, WIDTH - MARGIN - CARD_WIDTH
-    x, middle, far = map(_n, (left, (left + right) / 2, right))
+    x, mid, far = map(_n, (left, (left + right) / 2, right))
     limit = max(1, min(MAX_COLOURS, MAX_STRIPS // len(scene.bands)))
     for units in split(move.units, limit):
         colour = _colour(scene, group.name, units, depth)
@@ -226,9 +226,7 @@ def _strips(scene: Scene, band: Band) -> Iterator[str]:
             yield _rect(box, "rail", f' fill="{colour}"')
             boxes.append(box)
         a, b, c, d = (_n(edge) for box in boxes for edge in (box.y, box.y + box.h))
-        path = (
-            f"M{x} {a}C{middle} {a} {middle} {c} {far} {c}V{d}C{middle} {d} {middle} {b} {x} {b}Z"
-        )
+        path = f"M{x} {a}C{mid} {a} {mid} {c} {far} {c}V{d}C{mid} {d} {mid} {b} {x} {b}Z"
         yield f'<path fill="{colour}" stroke="{colour}" d="{path}"/>'
 
 
