@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from xml.etree import ElementTree
@@ -28,8 +29,7 @@ from kvferry.layout import (
 )
 from kvferry.layout.spec import attention_group
 from kvferry.plan.pictures import as_html, as_svg
-from kvferry.plan.pictures.colours import unit_colour
-from kvferry.plan.pictures.scene import Band, Card, Scene, Section, Strand, scene
+from kvferry.plan.pictures.scene import Scene, Section
 from kvferry.plan.pictures.svg import escape
 from kvferry.plan.plan import Plan, Request
 from kvferry.plan.reshard import reshard
@@ -138,7 +138,6 @@ def test_every_move_has_one_band_and_every_rank_one_card(plan: Plan) -> None:
         for side, layout in (("source", plan.source), ("target", plan.target))
         for rank in range(layout.num_ranks)
     )
-    assert not of_class(root, "elided")
 
 
 @each_plan
@@ -171,7 +170,7 @@ def test_card_shows_coordinates_and_what_it_sends() -> None:
         if (one.get("data-side"), one.get("data-rank")) == ("source", "3")
     ]
     sent = sum(plan.bytes_of(move, REQUEST) for move in plan.moves if move.source == 3)
-    assert title_of(card) == f"prefill 3 (pp1 · tp1)\nsends {human_bytes(sent)} in 2 moves"
+    assert title_of(card) == f"prefill 3 (pp1 tp1)\nsends {human_bytes(sent)} in 2 moves"
     assert {"prefill 3", "pp1 · tp1", "heads 4-7", "layers 32-63"} <= set(card.itertext())
 
 
@@ -195,26 +194,29 @@ def test_interleaved_tokens_are_named_and_hatched() -> None:
 
 
 def test_groups_have_different_colours_and_texts() -> None:
-    text = text_of(parse(as_svg(PLANS["hybrid"], REQUEST)))
+    root = parse(as_svg(PLANS["hybrid"], REQUEST))
+    text = text_of(root)
     assert "4 heads × 12 layers, window of 2,048 tokens" in text
     assert "16 units × 24 layers, one row per request" in text
-    ramps = [{unit_colour(group, 3, unit / 16, 0.0) for unit in range(17)} for group in range(3)]
-    assert not ramps[0] & ramps[1]
-    assert not ramps[1] & ramps[2]
+    colours: dict[str, set[str]] = {"kv": set(), "swa": set(), "delta": set()}
+    for band in of_class(root, "band"):
+        colours[band.attrib["data-group"]] |= {
+            one.attrib["fill"] for one in band.iter(f"{SVG}path")
+        }
+    assert len(set.union(*colours.values())) == sum(map(len, colours.values()))
 
 
 def test_moves_with_nothing_to_carry_are_counted_not_drawn() -> None:
-    plan = plan_of(heads(4, 2), Parallel(cp=4), Parallel())
-    drawn = scene(plan, Request(2))
-    assert [band.carried.move.tokens.first for band in drawn.bands] == [0, 1]
-    assert "Not drawn: 2 moves with nothing to carry for this request." in drawn.notes
+    root = parse(as_svg(plan_of(heads(4, 2), Parallel(cp=4), Parallel()), Request(2)))
+    assert {band.attrib["data-source"] for band in of_class(root, "band")} == {"0", "1"}
+    assert "Drawn: 2 of 4 moves." in text_of(root)
 
 
 @each_plan
 def test_fully_cached_request_has_no_bands(plan: Plan) -> None:
     html = as_html(plan, Request(4096, 4096))
     assert not of_class(parse(as_svg(plan, Request(4096, 4096))), "band")
-    assert "Nothing to move: decode has all 4,096 tokens cached." in html
+    assert "Nothing to move: decode has 4,096 of 4,096 tokens cached." in html
     assert "<table>" not in html
 
 
@@ -227,67 +229,58 @@ def test_rank_without_shards_is_labelled() -> None:
 # ---------------------------------------------------------------- where it is drawn
 
 
-def cards_of(drawn: Scene, side: str) -> dict[int, Card]:
-    return {card.ranks.first: card for card in drawn.cards if card.side == side}
-
-
-def section_of(card: Card, group: str) -> Section:
-    section = card.section(group)
-    assert section is not None
-    return section
-
-
-def rails(drawn: Scene, side: str) -> Iterator[tuple[Band, Strand, float, float]]:
-    for band in drawn.bands:
-        for strand in band.strands:
-            end = strand.source if side == "source" else strand.target
-            yield band, strand, end.top, end.bottom
+def sections_of(drawn: Scene, side: str) -> Iterator[Section]:
+    for card in drawn.cards:
+        if card.side == side:
+            yield from card.sections
 
 
 @each_plan
 def test_bands_into_targets_fill_them_and_never_overlap(plan: Plan) -> None:
-    drawn = scene(plan, REQUEST)
-    for rank, card in cards_of(drawn, "target").items():
-        ends = sorted(
-            (top, bottom)
-            for band, _, top, bottom in rails(drawn, "target")
-            if band.carried.move.target == rank
-        )
+    for section in sections_of(Scene(plan, REQUEST), "target"):
+        ends = sorted((end.y, end.y + end.h) for end in section.ends.values())
         for (_, above), (below, _) in itertools.pairwise(ends):
-            assert above <= below + 1e-6
-        held = sum(
-            section.rail_block(shard.layers).h
-            for section in card.sections
-            for shard in section.shards
-        )
-        assert sum(bottom - top for top, bottom in ends) == pytest.approx(held)
+            assert above == pytest.approx(below)
+        assert sum(bottom - top for top, bottom in ends) == pytest.approx(section.rail.h)
 
 
 @each_plan
-def test_bands_begin_inside_their_sources_shards(plan: Plan) -> None:
-    drawn = scene(plan, REQUEST)
-    cards = cards_of(drawn, "source")
-    for band, _, top, bottom in rails(drawn, "source"):
-        move = band.carried.move
-        section = section_of(cards[move.source], move.group)
-        held = [section.rail_block(shard.layers) for shard in section.shards]
-        assert any(rail.y - 1e-6 <= top < bottom <= rail.y + rail.h + 1e-6 for rail in held), move
+def test_bands_out_of_sources_stay_on_their_rail(plan: Plan) -> None:
+    for section in sections_of(Scene(plan, REQUEST), "source"):
+        top, bottom = section.rail.y, section.rail.y + section.rail.h
+        for number, end in section.ends.items():
+            assert plan.moves[number].group == section.group.name
+            assert top - 1e-6 <= end.y < end.y + end.h <= bottom + 1e-6
 
 
-def test_replicas_share_the_work_by_layers() -> None:
-    drawn = scene(PLANS["replicated-tp2"], REQUEST)
-    first, second = drawn.bands[:2]
-    (upper,), (lower,) = first.strands, second.strands
-    cards = cards_of(drawn, "source")
-    assert upper.source.top == cards[0].sections[0].rail.y
-    assert lower.source.top > cards[1].sections[0].rail.y + 1
-    assert any("not sent by that rank" in hint for hint in drawn.hints)
-    assert not any("not sent" in hint for hint in scene(PLANS["tp4-tp1"], REQUEST).hints)
+@each_plan
+def test_every_band_joins_the_ends_of_its_move(plan: Plan) -> None:
+    drawn = Scene(plan, REQUEST)
+    ends = {(card.side.value, card.rank): dict(card.ends()) for card in drawn.cards}
+    for (number, move, _), source, target in drawn.bands:
+        assert ends["source", move.source][number] == source
+        assert ends["target", move.target][number] == target
+
+
+def test_thickness_is_the_share_of_the_bytes_held() -> None:
+    """Replicas share the work, so each sends a part of what it holds."""
+    plan = PLANS["replicated-tp2"]
+    drawn = Scene(plan, REQUEST)
+    rails = {card.side.value: card.sections[0].rail.h for card in drawn.cards}
+    held = plan.payload_bytes(REQUEST) / 4
+    for (_, _, num_bytes), source, target in drawn.bands:
+        assert source.h / rails["source"] == pytest.approx(num_bytes / held)
+        assert target.h / rails["target"] == pytest.approx(num_bytes / held / 2)
+
+
+def test_source_that_sends_to_several_targets_divides_its_rail() -> None:
+    (source,) = sections_of(Scene(PLANS["mla-spread"], REQUEST), "source")
+    assert [end.h / source.rail.h for end in source.ends.values()] == pytest.approx([0.25] * 4)
 
 
 def test_pipeline_stages_are_placed_by_layer() -> None:
-    drawn = scene(PLANS["tp2pp2-tp4"], REQUEST)
-    first, _, third, _ = (card.sections[0] for card in drawn.cards if card.side == "source")
+    drawn = Scene(PLANS["tp2pp2-tp4"], REQUEST)
+    first, _, third, _ = sections_of(drawn, "source")
     upper, lower = (one.block(one.shards[0].layers, one.shards[0].units) for one in (first, third))
     assert upper.y == first.map.y
     assert upper.h == pytest.approx(first.map.h / 2)
@@ -300,62 +293,19 @@ def test_pipeline_stages_are_placed_by_layer() -> None:
     assert colours[1] == colours[3]
 
 
-def test_move_cut_by_other_moves_is_one_band_of_several_strands() -> None:
-    """Unit 0 travels whole; unit 1 comes from two ranks, half of the layers each."""
-    every, upper, lower = Span(0, 8), Span(0, 4), Span(4, 8)
-    sources = (
-        (Shard("kv", every, Span(0, 1)),),
-        (Shard("kv", upper, Span(1, 2)),),
-        (Shard("kv", lower, Span(1, 2)),),
-    )
-    drawn = scene(plan_of(heads(8, 2), ExplicitSharding(sources), Parallel()), REQUEST)
-    assert [len(band.strands) for band in drawn.bands] == [2, 1, 1]
-    above, below = drawn.bands[0].strands
-    assert above.source.bottom == pytest.approx(below.source.top)
-    assert above.target.bottom < below.target.top
-
-
-@each_plan
-def test_band_marks_its_block_on_both_maps(plan: Plan) -> None:
-    drawn = scene(plan, REQUEST)
-    for band in drawn.bands:
-        move = band.carried.move
-        ends = (("source", move.source), ("target", move.target))
-        for (side, rank), block in zip(ends, band.blocks, strict=True):
-            section = section_of(cards_of(drawn, side)[rank], move.group)
-            assert block is not None
-            column = section.map.w / section.group.units
-            assert (block.x - section.map.x) / column == pytest.approx(move.units.first)
-            assert block.w / column == pytest.approx(len(move.units))
-            assert any(
-                held.y - 1e-6 <= block.y and block.h <= held.h + 1e-6
-                for held in (section.block(one.layers, one.units) for one in section.shards)
-            )
-            assert section.map.y - 1e-6 <= block.y < section.map.y + section.map.h
-
-
 # ---------------------------------------------------------------- big plans
 
 
 def test_big_plan_notes_what_it_leaves_out() -> None:
     root = parse(as_svg(BIG, REQUEST))
-    shown: dict[str, set[int]] = {"source": set(), "target": set()}
-    for card in of_class(root, "card"):
-        shown[card.attrib["data-side"]].add(int(card.attrib["data-rank"]))
-    ranks = {"source": 512, "target": 192}
-    for one in of_class(root, "elided"):
-        side = one.attrib["data-side"]
-        hidden = set(range(*map(int, one.attrib["data-ranks"].split("-"))))
-        assert hidden | shown[side] == set(range(ranks[side]))
-        assert not hidden & shown[side]
-        assert f"… {len(hidden)} more ranks" in text_of(one)
-    touching = {
-        index
-        for index, move in enumerate(BIG.moves)
-        if move.source in shown["source"] or move.target in shown["target"]
-    }
-    assert {int(band.attrib["data-move"]) for band in of_class(root, "band")} == touching
-    assert f"Not drawn: {len(BIG.moves) - len(touching)} moves of 768" in text_of(root)
+    shown = Counter(card.attrib["data-side"] for card in of_class(root, "card"))
+    assert shown == {"source": 48, "target": 48}
+    inside = {number for number, move in enumerate(BIG.moves) if max(move.source, move.target) < 48}
+    assert {int(band.attrib["data-move"]) for band in of_class(root, "band")} == inside
+    text = text_of(root)
+    assert "Shown: the first 48 of 512 prefill ranks." in text
+    assert "Shown: the first 48 of 192 decode ranks." in text
+    assert f"Drawn: {len(inside)} of 768 moves." in text
 
 
 @pytest.mark.parametrize(
@@ -376,12 +326,9 @@ def test_big_plans_stay_small_files(plan: Plan) -> None:
 
 
 def test_number_of_bands_is_capped_and_noted() -> None:
-    plan = plan_of(heads(4, 4096), Parallel(tp=4096), Parallel(tp=1))
-    drawn = scene(plan, REQUEST)
-    assert len(drawn.bands) == 2000
-    assert "Not drawn: 2,096 moves of 4,096, too many." in drawn.notes
-    # Those with both ends shown are the last to go.
-    assert {band.carried.move.source for band in drawn.bands} >= {*range(16), *range(4080, 4096)}
+    root = parse(as_svg(plan_of(heads(4, 2), Parallel(cp=33), Parallel(cp=31)), REQUEST))
+    assert len(of_class(root, "band")) == 1000
+    assert "Drawn: 1,000 of 1,023 moves." in text_of(root)
 
 
 # ---------------------------------------------------------------- documents
@@ -399,7 +346,7 @@ def test_the_page_contains_the_drawing_and_a_row_for_each_move(plan: Plan) -> No
 def test_long_table_counts_omitted_moves() -> None:
     page = Page(as_html(BIG, REQUEST))
     assert sum(tag == "tr" for tag, _ in page.elements) == 1 + 200
-    assert "… and 568 more moves." in page.text
+    assert "The first 200 of 768 moves" in page.text
 
 
 def test_documents_load_no_external_resources() -> None:
@@ -447,7 +394,9 @@ def test_same_plan_gives_same_documents(plan: Plan) -> None:
 
 def test_colour_ramp_gets_lighter() -> None:
     """Lightness keeps units apart for colour-blind readers."""
-    colours = [unit_colour(0, 1, (unit + 0.5) / 8, 0.0) for unit in range(8)]
+    plan = plan_of(heads(4, 8), Parallel(), Parallel())
+    (card, _) = of_class(parse(as_svg(plan, REQUEST)), "card")
+    colours = [cell.attrib["fill"] for cell in of_class(card, "cell")]
     shades = [_luminance(colour) for colour in colours]
     assert shades == sorted(shades)
     assert len(set(colours)) == 8

@@ -39,14 +39,14 @@ OK, NOTE, PROBLEM = State.OK, State.NOTE, State.PROBLEM
     ],
 )
 def test_open_files(limits: tuple[int, int], peers: int | None, state: State, says: str) -> None:
-    check = only([host.judge_files(*limits, peers)])
+    check = only([host.check_files(peers, limits)])
     assert check.state is state
     assert says in check.detail
 
 
 def test_the_remedy_for_open_files_names_the_hard_limit() -> None:
-    assert host.judge_files(256, 4096, 100).remedy == "ulimit -n 928 before the engine starts"
-    assert "hard limit is 512" in host.judge_files(256, 512, 100).remedy
+    assert host.check_files(100, (256, 4096)).remedy == "ulimit -n 928 before the engine starts"
+    assert "hard limit is 512" in host.check_files(100, (256, 512)).remedy
 
 
 @ON_LINUX

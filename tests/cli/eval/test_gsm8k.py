@@ -298,7 +298,10 @@ def test_a_log_replaces_an_older_one_and_never_the_data(capsys: Capture, here: P
         (["--url", "http://h", "--train", "none"], "cannot read 'none'"),
         (["--url", "http://h", "--data", "none"], "cannot read 'none'"),
         (["--url", "http://h", "--api-key", ""], "--api-key is empty"),
-        (["--url", "http://h", "--api-key", "a\nb"], "--api-key has characters that no key has"),
+        (
+            ["--url", "http://h", "--api-key", "a\nb"],
+            "has characters that no key has",
+        ),
         (["--url", "http://h", "--log", ""], "--log is empty"),
         (["--shots", "1"], "the following arguments are required: --url"),
         (["--urls", "x"], "did you mean --url?"),

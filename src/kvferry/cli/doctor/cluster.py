@@ -170,14 +170,9 @@ class Pairing:
     def num_peers(self) -> int:
         """The largest number of peers of any rank, over all replicas."""
         plan = self.plan
-        of_targets = (len(plan.contacts(rank)) for rank in range(plan.target.num_ranks))
-        of_sources = (len(plan.audience(rank)) for rank in range(plan.source.num_ranks))
-        return max(max(of_targets) * plan.source.dp, max(of_sources) * plan.target.dp)
-
-    @property
-    def request_bytes(self) -> int:
-        """The size of one request's cache at decode."""
-        return self.costs.num_bytes
+        of_targets = max(len(plan.contacts(rank)) for rank in range(plan.target.num_ranks))
+        of_sources = max(len(plan.audience(rank)) for rank in range(plan.source.num_ranks))
+        return max(of_targets * plan.source.dp, of_sources * plan.target.dp)
 
 
 def read_pairing(

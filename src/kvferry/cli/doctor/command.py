@@ -111,7 +111,7 @@ def examine(request: DoctorRequest, pairing: Pairing | tuple[Reason, ...] | None
 
     names = devices.installed_transports(request)
     fit = pairing if isinstance(pairing, cluster.Pairing) else None
-    num_peers, request_bytes = (fit.num_peers, fit.request_bytes) if fit else (None, None)
+    num_peers, request_bytes = (fit.num_peers, fit.costs.num_bytes) if fit else (None, None)
     ports = devices.rdma_ports()
     # The slow probes run in child processes while the other checks go on.
     with ThreadPoolExecutor(len(names) + 1) as pool:

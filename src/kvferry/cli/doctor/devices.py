@@ -6,7 +6,7 @@ import ctypes
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
@@ -61,14 +61,12 @@ def start_transports(
     request: DoctorRequest, names: Sequence[str], pool: Executor
 ) -> dict[str, Future[Document]]:
     """Start every transport in a process of its own."""
-
-    def device(name: str) -> str:
-        return request.device if request.needs(name) else DEVICES.get(name, request.device)
-
-    return {
-        name: pool.submit(run_probe, "transport", name, device(name), limit_s=TRANSPORT_LIMIT_S)
-        for name in names
-    }
+    started = {}
+    for name in names:
+        device = request.device if request.needs(name) else DEVICES.get(name, request.device)
+        words = ("transport", name, device)
+        started[name] = pool.submit(run_probe, *words, limit_s=TRANSPORT_LIMIT_S)
+    return started
 
 
 def check_transports(
@@ -80,19 +78,20 @@ def check_transports(
     ]
     if request.transport == AUTO:
         working = {finding.name for finding in findings if finding.state is State.OK}
-        yield judge_auto(request.on_host, [n for n in request.transports if n in working])
+        yield _auto(request, working)
     yield from findings
 
 
-def judge_auto(on_host: bool, working: Sequence[str]) -> Finding:
+def _auto(request: DoctorRequest, working: Container[str]) -> Finding:
     """Say which transports ``auto`` chooses if the other side has them too."""
-    mapped = "shm" if on_host else "cuda"
-    remote = [name for name in working if name not in ("shm", "cuda")]
-    if mapped not in working and not remote:
+    mapped = ["shm" if request.on_host else "cuda"]
+    remote = [name for name in request.transports if name not in ("shm", "cuda")]
+    near = [name for name in mapped + remote if name in working]
+    far = [name for name in remote if name in working]
+    if not near:
         return TRANSPORTS.problem(AUTO, "no transport works here; see why below, and install one")
-    near = mapped if mapped in working else remote[0]
-    far = remote[0] if remote else "none: pip install 'kvferry[nixl]' to reach other hosts"
-    detail = f"chooses {near} for peers that share this host's memory, and for others {far}"
+    others = far[0] if far else "none: pip install 'kvferry[nixl]' to reach other hosts"
+    detail = f"chooses {near[0]} for peers that share this host's memory, and for others {others}"
     return TRANSPORTS.ok(AUTO, detail)
 
 
@@ -110,13 +109,11 @@ def _transport(name: str, probe: Future[Document], *, needed: bool) -> Finding:
 
 def _transport_version(name: str) -> str:
     """Return name and version of the package that a transport uses or comes from."""
-    for package in PACKAGES.get(name, ()):
-        number = _package_version(package)
-        if number is not None:
-            return f"{package} {number}"
+    packages = {package: _package_version(package) for package in PACKAGES.get(name, ())}
     dists = (entry.dist for entry in entry_points(group=GROUP, name=name))
-    named = [f"{dist.name} {dist.version}" for dist in dists if dist is not None]
-    return named[0] if named else "of unknown version"
+    packages |= {dist.name: dist.version for dist in dists if dist is not None}
+    named = (f"{package} {number}" for package, number in packages.items() if number is not None)
+    return next(named, "of unknown version")
 
 
 # ---------------------------------------------------------------- GPUs

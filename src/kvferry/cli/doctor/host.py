@@ -73,13 +73,9 @@ def check_system() -> Finding:
     return MACHINE.ok("system", f"{versions}, {kernel}, {cores} cores")
 
 
-def check_files(num_peers: int | None) -> Finding:
-    """Check how many files a process may open."""
-    return judge_files(*resource.getrlimit(resource.RLIMIT_NOFILE), num_peers)
-
-
-def judge_files(soft: int, hard: int, num_peers: int | None) -> Finding:
-    """Judge the limit of open files for the peers of the given layouts, or for 64."""
+def check_files(num_peers: int | None, limits: tuple[int, int] | None = None) -> Finding:
+    """Check that a process may open files for the peers of the given layouts, or for 64."""
+    soft, hard = limits or resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == UNLIMITED:
         return MACHINE.ok("files", "any number of open files, enough")
     possible = max(0, (soft - BASE_FILES) // FILES_PER_PEER)

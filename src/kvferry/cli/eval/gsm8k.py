@@ -7,17 +7,16 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-import aiohttp
 import msgspec
 
 from kvferry.cli.eval.problems import Problem, Quiz, make_quiz, read_problems, request_body
 from kvferry.cli.eval.results import QuestionOutcome, SharedReason, Tally, judge, tally
 from kvferry.cli.eval.score import standard_error
-from kvferry.cli.load.client import CHAT, COMPLETIONS, ask, base_url, find_model, session_for
+from kvferry.cli.load.client import CHAT, COMPLETIONS, ask, find_model, session_for
 from kvferry.cli.parsing import given, number, one_line, show_path, whole
 from kvferry.cli.printing import counting_bar, print_document
 from kvferry.errors import InputError
@@ -25,7 +24,6 @@ from kvferry.plan.units import human_seconds
 
 EXIT_INCOMPLETE = 1
 EXIT_INTERRUPTED = 130
-KEY_VARIABLE = "OPENAI_API_KEY"
 MAX_DEADLINE_S = 86400
 SHOWN_LINES = 10
 SHOWN_FAILURES = 5
@@ -51,11 +49,11 @@ def run(args: argparse.Namespace) -> int:
         if name and data and os.path.exists(name) and os.path.samefile(name, data):
             raise InputError(f"--log would replace {data!r}, which is read; choose another path")
     interrupted = False
-    with AnswerLog(len(quiz.questions), lambda: open_log(name)) as log:
+    with AnswerLog(len(quiz.questions), name) as log:
         try:
             asyncio.run(run_quiz(quiz, endpoint, concurrency, log))
         except KeyboardInterrupt:
-            if not log.has_begun:
+            if not log.name:
                 raise
             interrupted = True
     totals = tally(log.outcomes, log.seconds)
@@ -82,15 +80,10 @@ def run(args: argparse.Namespace) -> int:
 
 def read_endpoint(args: argparse.Namespace) -> EvalEndpoint:
     """Return the endpoint that the flags describe."""
-    base_url(args.url)
-    api_key = given("--api-key", args.api_key) or os.environ.get(KEY_VARIABLE) or None
-    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-        where = "--api-key" if args.api_key else KEY_VARIABLE
-        raise InputError(f"{where} has characters that no key has, such as the end of a line")
     return EvalEndpoint(
         url=args.url,
         model=given("--model", args.model),
-        api_key=api_key,
+        api_key=given("--api-key", args.api_key) or os.environ.get("OPENAI_API_KEY"),
         chat=args.chat,
         max_tokens=whole("--max-tokens")(args.max_tokens),
         deadline_s=number("--deadline", 0.1, MAX_DEADLINE_S)(args.deadline),
@@ -121,9 +114,16 @@ async def run_quiz(quiz: Quiz, endpoint: EvalEndpoint, concurrency: int, log: An
     """
     async with session_for(endpoint.url, api_key=endpoint.api_key) as session:
         model = endpoint.model or await find_model(session)
-        endpoint = msgspec.structs.replace(endpoint, model=model)
-        first = msgspec.structs.replace(endpoint, max_tokens=1)
-        outcome = await _ask(session, first, quiz.shots, quiz.questions[0])
+
+        async def ask_one(problem: Problem, max_tokens: int) -> QuestionOutcome:
+            body = request_body(
+                quiz.shots, problem.question, chat=endpoint.chat, model=model, max_tokens=max_tokens
+            )
+            path = CHAT if endpoint.chat else COMPLETIONS
+            reply = await ask(session, body, path=path, deadline_s=endpoint.deadline_s)
+            return judge(problem, reply)
+
+        outcome = await ask_one(quiz.questions[0], 1)
         if outcome.error:
             raise InputError(
                 f"{endpoint.url} does not answer a first request for the model "
@@ -135,7 +135,7 @@ async def run_quiz(quiz: Quiz, endpoint: EvalEndpoint, concurrency: int, log: An
 
         async def worker() -> None:
             for problem in questions:
-                log.add(await _ask(session, endpoint, quiz.shots, problem))
+                log.add(await ask_one(problem, endpoint.max_tokens))
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -146,31 +146,17 @@ async def run_quiz(quiz: Quiz, endpoint: EvalEndpoint, concurrency: int, log: An
             raise errors.exceptions[0] from None
 
 
-async def _ask(
-    session: aiohttp.ClientSession,
-    endpoint: EvalEndpoint,
-    shots: tuple[Problem, ...],
-    problem: Problem,
-) -> QuestionOutcome:
-    body = request_body(
-        shots,
-        problem.question,
-        chat=endpoint.chat,
-        model=endpoint.model or "",
-        max_tokens=endpoint.max_tokens,
-    )
-    path = CHAT if endpoint.chat else COMPLETIONS
-    return judge(problem, await ask(session, body, path=path, deadline_s=endpoint.deadline_s))
-
-
 class AnswerLog:
-    """All outcomes so far: in memory, in the log file, and on a progress bar."""
+    """All outcomes so far: in memory, in the log file, and on a progress bar.
 
-    def __init__(self, num_questions: int, open_log: Callable[[], IO[bytes]]) -> None:
+    ``name`` is empty until the file is open.
+    """
+
+    def __init__(self, num_questions: int, wanted_name: str | None) -> None:
         self.outcomes: list[QuestionOutcome] = []
         self.model = ""
         self.name = ""
-        self._open_log = open_log
+        self._wanted_name = wanted_name
         self._file: IO[bytes] | None = None
         self._num_questions = num_questions
         self._began = self._ended = time.monotonic()
@@ -189,11 +175,6 @@ class AnswerLog:
                 self._file.close()
 
     @property
-    def has_begun(self) -> bool:
-        """Whether a question was asked."""
-        return self._file is not None
-
-    @property
     def seconds(self) -> float:
         """Seconds from the first question to the last answer."""
         return self._ended - self._began
@@ -201,7 +182,7 @@ class AnswerLog:
     def begin(self, model: str) -> None:
         """Open the log when the endpoint has answered its first request."""
         self.model = model
-        self._file = self._open_log()
+        self._file = open_log(self._wanted_name)
         self.name = self._file.name
         self._began = self._ended = time.monotonic()
         self._bar.update(self._task, description="gsm8k", total=self._num_questions)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,16 +104,17 @@ class LoadReply:
 # ---------------------------------------------------------------- sessions
 
 
-def session_for(url: str, *, api_key: str | None = None, limit: int = 0) -> aiohttp.ClientSession:
-    """Return a session with this endpoint, with or without ``/v1``. Needs a running loop.
-
-    ``limit`` is the number of connections; 0 is no limit.
-    """
+def session_for(url: str, *, api_key: str | None = None) -> aiohttp.ClientSession:
+    """Return a session with this endpoint, with or without ``/v1``. Needs a running loop."""
     base = base_url(url)
     if api_key and not (api_key.isascii() and api_key.isprintable()):
-        raise InputError("the API key has characters that no key has; copy it once more")
+        raise InputError(
+            "--api-key or OPENAI_API_KEY has characters that no key has, such as the end of a "
+            "line; copy the key once more"
+        )
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    connector = aiohttp.TCPConnector(limit=limit)
+    # Load needs more connections than aiohttp's limit of 100.
+    connector = aiohttp.TCPConnector(limit=0)
     return aiohttp.ClientSession(base, headers=headers, connector=connector)
 
 
@@ -158,13 +159,12 @@ async def ask(
     *,
     path: str = CHAT,
     deadline_s: float,
-    grew: Callable[[LoadReply], None] | None = None,
     into: LoadReply | None = None,
 ) -> LoadReply:
     """Send one request and wait for its whole reply.
 
-    ``grew`` is called after every event. ``deadline_s`` includes connecting. ``into`` is an empty
-    reply to fill, for callers with a subclass.
+    ``deadline_s`` includes connecting. ``into`` is an empty reply to fill, for callers with a
+    subclass.
     """
     reply = into if into is not None else LoadReply()
     reply.began = time.monotonic()
@@ -178,8 +178,6 @@ async def ask(
                     ended = True
                     continue
                 reply._add(document, time.monotonic() - reply.began)
-                if grew is not None:
-                    grew(reply)
     except (_UnusableReply, aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
         reply.error = reply.error or _reason(error, deadline_s)
     reply.total_s = time.monotonic() - reply.began

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import aiohttp
@@ -84,39 +83,35 @@ class SweepWatcher(Protocol):
 
 
 def run_sweep(url: str, load: Load, watcher: SweepWatcher, *, api_key: str | None = None) -> Sweep:
-    """Measure an endpoint. Raises ``KvferryError`` if it accepts no request."""
+    """Find an accepted form of request, warm up, then measure every concurrency.
+
+    Raises ``KvferryError`` if the endpoint accepts no request.
+    """
 
     async def run() -> Sweep:
         async with session_for(url, api_key=api_key) as session:
-            return await sweep(session, load, watcher)
+            model = load.model or await find_model(session)
+            runner = _Runner(session, load, model)
+            form = await runner.warm_up()
+            levels: list[Level] = []
+            for concurrency in load.concurrency:
+                replies = await runner.level(form, concurrency, watcher)
+                levels.append(summarise(concurrency, replies))
+                if all(reply.error for reply in replies):
+                    # The endpoint is gone; more requests would only wait for their deadlines.
+                    break
+            return Sweep(model=model, form=str(form), levels=levels)
 
     return asyncio.run(run())
 
 
-async def sweep(session: aiohttp.ClientSession, load: Load, watcher: SweepWatcher) -> Sweep:
-    """Find an accepted form of request, warm up, then measure every concurrency."""
-    model = load.model or await find_model(session)
-    prompts = PromptGenerator(model, load.input_tokens, load.output_tokens, load.seed)
-    runner = _Runner(session, load, prompts, watcher)
-    form = await runner.warm_up()
-    levels: list[Level] = []
-    for concurrency in load.concurrency:
-        level = summarise(concurrency, await runner.level(form, concurrency))
-        levels.append(level)
-        if level.failed == level.requests:
-            # The endpoint is gone; more requests would only wait for their deadlines.
-            break
-    return Sweep(model=model, form=str(form), levels=levels)
-
-
-@dataclass(frozen=True)
 class _Runner:
     """Sends requests to one endpoint."""
 
-    session: aiohttp.ClientSession
-    load: Load
-    prompts: PromptGenerator
-    watcher: SweepWatcher
+    def __init__(self, session: aiohttp.ClientSession, load: Load, model: str) -> None:
+        self.session = session
+        self.load = load
+        self.prompts = PromptGenerator(model, load.input_tokens, load.output_tokens, load.seed)
 
     async def warm_up(self) -> PromptForm:
         """Return the first form that the endpoint accepts; this also warms up connections."""
@@ -140,17 +135,19 @@ class _Runner:
             reply.error = "the answer is empty"
         return reply
 
-    async def level(self, form: PromptForm, concurrency: int) -> list[LoadReply]:
+    async def level(
+        self, form: PromptForm, concurrency: int, watcher: SweepWatcher
+    ) -> list[LoadReply]:
         """Return all replies of one concurrency, in the order in which they ended."""
         num_requests = self.load.num_requests(concurrency)
-        self.watcher.level(concurrency, num_requests)
+        watcher.level(concurrency, num_requests)
         replies: list[LoadReply] = []
         numbers = iter(range(num_requests))
 
         async def worker() -> None:
             for _ in numbers:
                 replies.append(await self._ask(form))
-                self.watcher.answered(replies[-1])
+                watcher.answered(replies[-1])
                 if len(replies) >= concurrency and all(reply.error for reply in replies):
                     # The endpoint has answered none of the first requests.
                     return

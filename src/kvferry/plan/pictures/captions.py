@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from kvferry.layout.intervals import ALL_TOKENS, Span
-from kvferry.layout.layout import Layout, Shard
+from kvferry.layout.layout import Shard
 from kvferry.layout.spec import Group
-from kvferry.plan.describe import kind_text, layers_text, span_text, tokens_text
-from kvferry.plan.plan import Move, Plan, Request
+from kvferry.plan.describe import layers_text, rank_name, span_text, tokens_text
+from kvferry.plan.pictures.scene import MAX_CARDS, Card, CarriedMove, PictureSide, Scene
+from kvferry.plan.plan import Plan
 from kvferry.plan.units import human_bytes
 
 TABLE_COLUMNS = ("group", "source", "target", "layers", "units", "tokens", "bytes", "share")
@@ -20,41 +21,23 @@ def title(plan: Plan) -> str:
     )
 
 
-def subtitle(plan: Plan, request: Request, num_bytes: int, num_moves: int) -> str:
+def subtitle(scene: Scene) -> str:
     """Return the request and the plan in one line."""
-    parts = [plural(plan.spec.num_layers, "layer")]
-    if len(plan.spec.groups) == 1:
-        (group,) = plan.spec.groups
-        units = plural(group.units, unit_word(group))
-        parts.append(units if unit_word(group) == "head" else f"{shorten(group.name)} of {units}")
-    parts.append(plural(request.num_tokens, "token"))
+    plan, request = scene.plan, scene.request
+    parts = [plural(plan.spec.num_layers, "layer"), plural(request.num_tokens, "token")]
     if request.prefix:
         parts.append(f"{request.prefix:,} of them cached")
-    parts.append(f"{human_bytes(num_bytes)} in {plural(num_moves, 'move')}")
+    parts.append(f"{human_bytes(scene.sizes.total())} in {plural(len(scene.carried), 'move')}")
     parts.append(f"plan {plan.digest[:12]}")
     return "  ·  ".join(parts)
 
 
-def heading(engine: str, layout: Layout) -> str:
+def heading(plan: Plan, side: PictureSide) -> str:
     """Return the heading of a column of ranks."""
+    layout = side.layout_of(plan)
     parts = [f"1 of {layout.dp} replicas"] if layout.dp > 1 else []
     parts += [plural(layout.num_ranks, "rank"), f"page {layout.page_tokens}", layout.order.upper()]
-    return f"{engine.capitalize()}: {', '.join(parts)}"
-
-
-def no_moves_text(plan: Plan, request: Request) -> str:
-    """Return why a picture has no bands."""
-    if not plan.moves:
-        return "This plan has no moves."
-    if request.num_tokens and request.prefix >= request.num_tokens:
-        return f"Nothing to move: decode has all {request.num_tokens:,} tokens cached."
-    return "Nothing to move for this request."
-
-
-def legend_text(group: Group, num_bytes: int) -> str:
-    """Return a group's shape, kind and size, for the legend."""
-    shape = f"{plural(group.units, unit_word(group))} × {plural(len(group.layers), 'layer')}"
-    return f"{shape}, {kind_text(group)}, {human_bytes(num_bytes)}"
+    return f"{side.engine.capitalize()}: {', '.join(parts)}"
 
 
 def shard_lines(group: Group, shards: tuple[Shard, ...]) -> list[str]:
@@ -63,22 +46,16 @@ def shard_lines(group: Group, shards: tuple[Shard, ...]) -> list[str]:
     lines = [] if tokens == ALL_TOKENS else [f"tokens {tokens}"]
     if group.units > 1:
         lines.append(units_text(group, shards[0].units))
-    for shard in shards:
-        layers = group.layers_in(shard.layers)
-        span = span_text(group.layers_at(group.places_in(shard.layers)))
-        skips = len(layers) < layers[-1] - layers[0] + 1
-        one = len(layers) == 1
-        lines.append(f"{f'{len(layers)} of ' if skips else ''}layer{'' if one else 's'} {span}")
+    lines += [f"layers {layers_text(group, shard.layers)}" for shard in shards]
     return [shorten(line, 18) for line in lines]
 
 
-def move_texts(
-    plan: Plan, move: Move, request: Request, num_bytes: int, total_bytes: int
-) -> tuple[str, ...]:
+def move_texts(scene: Scene, carried: CarriedMove) -> tuple[str, ...]:
     """Return one move as table cells, in the order of ``TABLE_COLUMNS``."""
-    group = plan.spec.group(move.group)
-    tokens = plan.tokens_of(move, request)
-    percent = 100 * num_bytes / total_bytes
+    _, move, num_bytes = carried
+    group = scene.plan.spec.group(move.group)
+    tokens = scene.plan.tokens_of(move, scene.request)
+    percent = 100 * num_bytes / scene.sizes.total()
     return (
         move.group,
         f"prefill {move.source}",
@@ -98,6 +75,32 @@ def move_tip(texts: tuple[str, ...]) -> str:
         f"{source} → {target}\ngroup {group}\nlayers {layers}\n{units}\n"
         f"tokens {tokens}\n{size}, {share} of the total"
     )
+
+
+def card_tip(plan: Plan, card: Card) -> str:
+    """Return the tooltip of a card."""
+    rank = rank_name(card.side.layout_of(plan), card.rank)
+    verb = "sends" if card.side is PictureSide.SOURCE else "receives"
+    size = human_bytes(sum(one.num_bytes for one in card.moves))
+    return f"{card.side.engine} {rank}\n{verb} {size} in {plural(len(card.moves), 'move')}"
+
+
+def notes(scene: Scene) -> list[str]:
+    """Return what the picture leaves out."""
+    plan, request = scene.plan, scene.request
+    if not scene.carried:
+        cached, tokens = f"{request.prefix:,}", plural(request.num_tokens, "token")
+        return [f"Nothing to move: decode has {cached} of {tokens} cached."]
+    lines = [
+        f"Shown: the first {MAX_CARDS} of {num_ranks:,} {side.engine} ranks."
+        for side in PictureSide
+        if (num_ranks := side.layout_of(plan).num_ranks) > MAX_CARDS
+    ]
+    if len(scene.bands) < len(plan.moves):
+        drawn, moves = f"{len(scene.bands):,}", plural(len(plan.moves), "move")
+        why = "Others carry nothing for this request, are smaller, or have a rank not shown."
+        lines.append(f"Drawn: {drawn} of {moves}. {why}")
+    return lines
 
 
 def units_text(group: Group, units: Span) -> str:

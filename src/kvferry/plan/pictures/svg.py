@@ -7,14 +7,12 @@ import re
 from collections.abc import Iterator
 
 from kvferry.layout.intervals import Span
+from kvferry.plan.describe import kind_text, rank_coordinates
 from kvferry.plan.pictures import captions
-from kvferry.plan.pictures.colours import PALEST, unit_colour
 from kvferry.plan.pictures.scene import (
     CARD_WIDTH,
     COLUMNS_TOP,
     MARGIN,
-    MIN_SHARD_HEIGHT,
-    RAIL_WIDTH,
     WIDTH,
     Band,
     Box,
@@ -24,6 +22,8 @@ from kvferry.plan.pictures.scene import (
     Section,
     split,
 )
+from kvferry.plan.plan import Plan, Request
+from kvferry.plan.units import human_bytes
 
 FONT = "Inter, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 STYLE = f"""
@@ -36,13 +36,10 @@ STYLE = f"""
 .kvf .label {{ font-weight: 600; }}
 .kvf .small {{ font-size: 11.5px; font-weight: 600; }}
 .kvf .muted {{ fill: #566071; font-weight: 400; }}
-.kvf .message {{ font-size: 20px; }}
 .kvf .box {{ fill: #ffffff; stroke: #cfd6e0; }}
 .kvf .void {{ fill: #eef1f5; }}
 .kvf .held {{ fill: #dbe1ea; }}
-.kvf .gone {{ fill: #f6f8fa; stroke: #9aa5b4; stroke-dasharray: 4 4; }}
-.kvf .band path {{ stroke-width: 0.8; }}
-.kvf .band .rail {{ fill-opacity: 1; }}
+.kvf .band path {{ fill-opacity: 0.64; stroke-opacity: 0.6; stroke-width: 0.8; }}
 .kvf .band:hover path {{ fill-opacity: 0.92; }}
 .kvf .hatch {{ stroke: #ffffff; stroke-width: 2.2; stroke-opacity: 0.75; }}
 """
@@ -50,14 +47,24 @@ _HATCH = (
     '<pattern id="kvf-hatch" width="7" height="7" patternUnits="userSpaceOnUse" '
     'patternTransform="rotate(45)"><path class="hatch" d="M0 0V7"/></pattern>'
 )
-# The edges of the space between the two columns.
-_LEFT, _RIGHT = MARGIN + CARD_WIDTH, WIDTH - MARGIN - CARD_WIDTH
+# The colours of units: evenly spaced in OKLCH, from teal over violet to amber. Lightness rises all
+# the way, so units stay in order for colour-blind readers and in print.
+_RAMP = "02707e 0a75c2 7b6fd4 bc6cc1 e97295 fc8a5e f0b135"
+_STOPS = tuple(tuple(bytes.fromhex(stop)) for stop in _RAMP.split())
+# Share of its part of the ramp that a group leaves unused at each end, so that groups differ.
+_RAMP_MARGIN = 0.12
+# Share of white in bands of a group's last layer. Those of the first layer have none.
+_PALEST = 0.32
 LINE_HEIGHT, LEGEND_WIDTH = 24.0, 112.0
-MAX_LEGEND_GROUPS, MAX_COLOURS = 8, 32
-# With more bands than this, marks on the rails cost more bytes than they show.
-MAX_MARKED_BANDS = 400
-# Ribbons and columns that are thinner vanish on a projector.
-MIN_RIBBON, MIN_COLUMN = 0.8, 2.0
+# Limits on the strips of different colour: of one card or band, and of all bands together.
+MAX_COLOURS, MAX_STRIPS = 32, 1600
+# Thinner blocks and ribbons vanish on a projector.
+MIN_BLOCK, MIN_RIBBON = 2.0, 0.8
+_HINTS = (
+    "On a card: a column for each head or unit, a row for each layer.",
+    "A band is one move, as thick as its share of the bytes. Later layers are paler.",
+    "Grey on the edge of a card: bytes that no band carries.",
+)
 # Characters that XML cannot carry, even escaped.
 _FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -67,26 +74,28 @@ def escape(text: str) -> str:
     return html.escape(_FORBIDDEN.sub("\ufffd", text), quote=True)
 
 
+def as_svg(plan: Plan, request: Request) -> str:
+    """Return an SVG document that shows what a plan moves for a request."""
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + drawing(Scene(plan, request)) + "\n"
+
+
 def drawing(scene: Scene) -> str:
     """Return the picture as one element, for a file of its own or inside a page."""
     plan = scene.plan
-    num_lines = _num_lines(scene) + len(scene.notes)
-    height = COLUMNS_TOP + scene.height + 36 + LINE_HEIGHT * num_lines
+    notes = captions.notes(scene)
+    foot = COLUMNS_TOP + scene.height + 44
+    notes_top = foot + LINE_HEIGHT * max(len(plan.spec.groups), len(_HINTS))
+    height = notes_top - 8 + LINE_HEIGHT * len(notes)
     title = captions.title(plan)
-    subtitle = captions.subtitle(plan, scene.request, scene.num_bytes(), len(scene.carried))
-    headings = [
-        captions.heading(side.engine, layout)
-        for side, layout in zip(PictureSide, (plan.source, plan.target), strict=True)
-    ]
-    # Thin bands are drawn last, so that thick ones do not hide them from the pointer.
-    bands = sorted(scene.bands, key=lambda band: -band.carried.num_bytes)
+    subtitle = captions.subtitle(scene)
+    headings = [captions.heading(plan, side) for side in PictureSide]
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="kvf" role="img" '
         f'viewBox="0 0 {_n(WIDTH)} {_n(height)}" width="{_n(WIDTH)}" height="{_n(height)}">',
         f"<title>{escape(title)}</title>",
-        f"<desc>{escape('. '.join([subtitle, *headings, *scene.notes]))}</desc>",
+        f"<desc>{escape('. '.join([subtitle, *headings, *notes]))}</desc>",
         f"<style>{STYLE}</style>",
-        f"<defs>{_HATCH}{''.join(_shades(scene))}</defs>",
+        f"<defs>{_HATCH}</defs>",
         _rect(Box(0, 0, WIDTH, height), "paper"),
         _text(MARGIN, 56, title, "title"),
         _text(MARGIN, 88, subtitle, "subtitle"),
@@ -94,12 +103,15 @@ def drawing(scene: Scene) -> str:
         _text(WIDTH - MARGIN, 134, headings[1], "heading", "end"),
         *(_card(scene, card) for card in scene.cards),
         '<g class="bands">',
-        *(_band(scene, band) for band in bands),
+        *(_band(scene, band) for band in scene.bands),
         "</g>",
-        *_foot(scene),
-        "</svg>",
+        *_legend(scene, foot),
     ]
-    return "\n".join(parts)
+    for line, hint in enumerate(_HINTS):
+        parts.append(_text(WIDTH - MARGIN, foot + LINE_HEIGHT * line, hint, "muted", "end"))
+    for line, note in enumerate(notes):
+        parts.append(_text(MARGIN, notes_top + LINE_HEIGHT * line, note, "name"))
+    return "\n".join([*parts, "</svg>"])
 
 
 def _n(value: float) -> str:
@@ -114,177 +126,122 @@ def _rect(box: Box, css: str, extra: str = "") -> str:
 
 def _text(x: float, y: float, text: str, css: str, anchor: str = "start", after: str = "") -> str:
     """Return a line of text. ``after`` follows it in a muted colour."""
-    attributes = f'x="{_n(x)}" y="{_n(y)}" class="{css}"'
-    attributes += f' text-anchor="{anchor}"' if anchor != "start" else ""
+    attributes = f'x="{_n(x)}" y="{_n(y)}" class="{css}" text-anchor="{anchor}"'
     span = f'<tspan class="muted" dx="10">{escape(after)}</tspan>' if after else ""
     return f"<text {attributes}>{escape(text)}{span}</text>"
 
 
-# ---------------------------------------------------------------- cards
+def _colour(scene: Scene, group: str, units: Span, depth: float = 0.0) -> str:
+    """Return the colour of units, ``depth`` (0 to 1) of the way down the group's layers.
 
-
-def _shade_id(depth: tuple[float, float]) -> str:
-    return "kvf-depth-{}-{}".format(*(round(1e4 * at) for at in depth))
-
-
-def _shades(scene: Scene) -> Iterator[str]:
-    """Return a gradient for each stretch of layers that some rank holds: deeper is paler."""
-    sections = [section for card in scene.cards for section in card.sections]
-    depths = [section.depth(shard.layers) for section in sections for shard in section.shards]
-    for depth in dict.fromkeys(depths):
-        stops = "".join(
-            f'<stop offset="{offset}" stop-color="#fff" stop-opacity="{_n(PALEST * at)}"/>'
-            for offset, at in enumerate(depth)
-        )
-        name = _shade_id(depth)
-        yield f'<linearGradient id="{name}" x1="0" y1="0" x2="0" y2="1">{stops}</linearGradient>'
+    With several groups, each has a part of the ramp.
+    """
+    groups = scene.plan.spec.groups
+    index, found = next((i, one) for i, one in enumerate(groups) if one.name == group)
+    margin = _RAMP_MARGIN if len(groups) > 1 else 0.0
+    place = (units.first + units.end) / 2 / found.units
+    at = (index + margin + (1 - 2 * margin) * place) / len(groups) * (len(_STOPS) - 1)
+    stop = min(int(at), len(_STOPS) - 2)
+    pairs = zip(_STOPS[stop], _STOPS[stop + 1], strict=True)
+    pure = (low + (high - low) * (at - stop) for low, high in pairs)
+    return "#" + "".join(f"{round(c + (255 - c) * _PALEST * depth):02x}" for c in pure)
 
 
 def _card(scene: Scene, card: Card) -> str:
     box = card.box
-    if card.hidden:
-        data = f'data-side="{card.side}" data-ranks="{card.ranks.first}-{card.ranks.end}"'
-        label = _text(box.x + box.w / 2, box.y + box.h / 2 + 5, card.name, "name", "middle")
-        frame = _rect(box, "gone", ' rx="7"')
-        return f'<g class="elided" {data}>{frame}{label}</g>'
+    coordinates = rank_coordinates(card.side.layout_of(scene.plan), card.rank)
+    place = " · ".join(coordinates) if card.sections else "holds nothing"
+    name = f"{card.side.engine} {card.rank}"
     small = box.h < 40
-    if card.side is PictureSide.SOURCE:
-        x, anchor = box.x + 12, "start"
-    else:
-        x, anchor = box.x + box.w - 12, "end"
+    left = card.side is PictureSide.SOURCE
+    x, anchor = (box.x + 12, "start") if left else (box.x + box.w - 12, "end")
     if small:
-        names = [_text(x, box.y + box.h / 2 + 4, card.name, "small", anchor, card.place)]
+        names = _text(x, box.y + box.h / 2 + 4, name, "small", anchor, place)
     else:
-        names = [_text(x, box.y + 24, card.name, "name", anchor)]
-        names.append(_text(x, box.y + 42, card.place, "muted", anchor))
+        names = _text(x, box.y + 24, name, "name", anchor)
+        names += _text(x, box.y + 42, place, "muted", anchor)
     parts = [
-        f'<g class="card" data-side="{card.side}" data-rank="{card.ranks.first}">',
-        f"<title>{escape(card.tip)}</title>",
+        f'<g class="card" data-side="{card.side}" data-rank="{card.rank}">',
+        f"<title>{escape(captions.card_tip(scene.plan, card))}</title>",
         _rect(box, "box", ' rx="7"'),
-        *names,
+        names,
     ]
     for section in card.sections:
         parts += _section(scene, section)
         if not small:
-            parts += _labels(scene, card.side, section)
+            parts += _labels(card.side, section)
     return "".join([*parts, "</g>"])
 
 
 def _section(scene: Scene, section: Section) -> Iterator[str]:
-    """Return the map, shaded by depth and hatched if interleaved, and the empty rail."""
-    groups, group = scene.plan.spec.groups, section.group
+    """Return the map, hatched if interleaved, and the empty rail."""
     yield _rect(section.map, "void")
-    column = section.map.w / group.units
-    gap = 1.0 if column >= 5 else 0.0
+    yield _rect(section.rail, "held")
     for shard in section.shards:
         for units in split(shard.units, MAX_COLOURS):
-            box = section.block(shard.layers, units, MIN_SHARD_HEIGHT)
-            box = box._replace(w=max(MIN_COLUMN, box.w - gap))
-            middle = (units.first + units.end) / 2 / group.units
-            colour = unit_colour(groups.index(group), len(groups), middle, 0.0)
-            yield _rect(box, "cell", f' fill="{colour}"')
-    for shard in section.shards:
-        block = section.block(shard.layers, shard.units, MIN_SHARD_HEIGHT)
-        yield _rect(block, "shade", f' fill="url(#{_shade_id(section.depth(shard.layers))})"')
-        if section.interleaved:
-            yield _rect(block, "shade", ' fill="url(#kvf-hatch)"')
-        yield _rect(section.rail_block(shard.layers), "held")
+            box = section.block(shard.layers, units)
+            box = box._replace(w=max(MIN_BLOCK, box.w - 1), h=max(MIN_BLOCK, box.h))
+            yield _rect(box, "cell", f' fill="{_colour(scene, section.group.name, units)}"')
+        if shard.tokens.step > 1:
+            yield _rect(section.block(shard.layers, shard.units), "", ' fill="url(#kvf-hatch)"')
 
 
-def _labels(scene: Scene, side: PictureSide, section: Section) -> Iterator[str]:
+def _labels(side: PictureSide, section: Section) -> Iterator[str]:
     """Return as many lines beside the map as its height has room for."""
     group, box = section.group, section.map
     left = side is PictureSide.SOURCE
     x, anchor = (box.x - 10, "end") if left else (box.x + box.w + 10, "start")
-    lines = [(text, "muted") for text in captions.shard_lines(group, section.shards)]
-    if len(scene.plan.spec.groups) > 1 or group.units == 1:
-        lines.insert(0, (captions.shorten(group.name, 15), "label"))
+    lines = [(captions.shorten(group.name, 15), "label")]
+    lines += [(text, "muted") for text in captions.shard_lines(group, section.shards)]
     for line, (text, css) in enumerate(lines[: int((box.h + 4) // 15)]):
         yield _text(x, box.y + 11 + 16 * line, text, css, anchor)
 
 
-# ---------------------------------------------------------------- bands
-
-
 def _band(scene: Scene, band: Band) -> str:
     number, move, num_bytes = band.carried
-    # A band whose end is hidden is fainter: that end is not exact.
-    exact = None not in band.blocks
-    opacity, edge = (band.opacity, 0.6) if exact else (band.opacity / 2, 0.2)
     data = (
         f'data-move="{number}" data-group="{escape(move.group)}" '
-        f'data-source="{move.source}" data-target="{move.target}" '
-        f'data-layers="{move.layers.first}-{move.layers.end}" '
-        f'data-units="{move.units.first}-{move.units.end}" data-bytes="{num_bytes}" '
-        f'fill-opacity="{_n(opacity)}" stroke-opacity="{edge}"'
+        f'data-source="{move.source}" data-target="{move.target}" data-bytes="{num_bytes}"'
     )
-    for name, block in zip(("from", "to"), band.blocks, strict=True):
-        if block is not None:
-            data += f' data-{name}="{" ".join(map(_n, block))}"'
-    texts = captions.move_texts(scene.plan, move, scene.request, num_bytes, scene.num_bytes())
-    title = f"<title>{escape(captions.move_tip(texts))}</title>"
-    marks = _marks(band) if len(scene.bands) <= MAX_MARKED_BANDS else ()
-    paths = "".join([*_ribbons(band), *marks])
-    return f'<g class="band" {data}>{title}{paths}</g>'
+    tip = captions.move_tip(captions.move_texts(scene, band.carried))
+    return f'<g class="band" {data}><title>{escape(tip)}</title>{"".join(_strips(scene, band))}</g>'
 
 
-def _ribbons(band: Band) -> Iterator[str]:
-    """Return the band's strands, horizontal where they leave and where they arrive."""
-    middle, left, right = _n((_LEFT + _RIGHT) / 2), _n(_LEFT), _n(_RIGHT)
-    for (a, b), (c, d), colour in band.strands:
-        bottoms = max(b, a + MIN_RIBBON), max(d, c + MIN_RIBBON)
-        from_top, to_top, from_bottom, to_bottom = map(_n, (a, c, *bottoms))
-        path = (
-            f"M{left} {from_top}C{middle} {from_top} {middle} {to_top} {right} {to_top}"
-            f"V{to_bottom}C{middle} {to_bottom} {middle} {from_bottom} {left} {from_bottom}Z"
-        )
+def _strips(scene: Scene, band: Band) -> Iterator[str]:
+    """Return a band's ribbons, one for each unit or a few, and its places on the two rails."""
+    move = band.carried.move
+    group = scene.plan.spec.group(move.group)
+    places = group.places_in(move.layers)
+    depth = (places.first + places.end) / 2 / len(group.layers)
+    left, right = MARGIN + CARD_WIDTH, WIDTH - MARGIN - CARD_WIDTH
+    x, mid, far = map(_n, (left, (left + right) / 2, right))
+    limit = max(1, min(MAX_COLOURS, MAX_STRIPS // len(scene.bands)))
+    for units in split(move.units, limit):
+        colour = _colour(scene, group.name, units, depth)
+        boxes = []
+        for end in (band.source, band.target):
+            unit = end.h / len(move.units)
+            y, h = end.y + unit * (units.first - move.units.first), unit * len(units)
+            box = end._replace(y=y, h=max(MIN_RIBBON, h))
+            yield _rect(box, "rail", f' fill="{colour}"')
+            boxes.append(box)
+        a, b, c, d = (_n(edge) for box in boxes for edge in (box.y, box.y + box.h))
+        path = f"M{x} {a}C{mid} {a} {mid} {c} {far} {c}V{d}C{mid} {d} {mid} {b} {x} {b}Z"
         yield f'<path fill="{colour}" stroke="{colour}" d="{path}"/>'
 
 
-def _marks(band: Band) -> Iterator[str]:
-    """Return the band's places on the two rails, as far as these are shown."""
-    for *ends, colour in band.strands:
-        places = zip((_LEFT - RAIL_WIDTH, _RIGHT), ends, band.blocks, strict=True)
-        for x, (top, bottom), block in places:
-            if block is not None:
-                box = Box(x, top, RAIL_WIDTH, max(MIN_RIBBON, bottom - top))
-                yield _rect(box, "rail", f' fill="{colour}"')
-
-
-# ---------------------------------------------------------------- foot
-
-
-def _num_lines(scene: Scene) -> int:
-    """Return the lines of the legend and of the hints beside it."""
-    num_groups = len(scene.plan.spec.groups)
-    return max(min(num_groups, MAX_LEGEND_GROUPS + 1), len(scene.hints))
-
-
-def _foot(scene: Scene) -> Iterator[str]:
-    """Return the legend, the hints and the notes below the columns."""
-    groups = scene.plan.spec.groups
-    floor = COLUMNS_TOP + scene.height
-    if not scene.carried:
-        message = captions.no_moves_text(scene.plan, scene.request)
-        yield _text(WIDTH / 2, (floor + COLUMNS_TOP) / 2, message, "message", "middle")
-    top = floor + 44
+def _legend(scene: Scene, top: float) -> Iterator[str]:
+    """Return a line for each group: its colours, name, shape and bytes."""
     x = MARGIN + LEGEND_WIDTH + 14
-    for index, group in enumerate(groups[:MAX_LEGEND_GROUPS]):
+    for index, group in enumerate(scene.plan.spec.groups):
         y = top + LINE_HEIGHT * index
         parts = split(Span(0, group.units), MAX_COLOURS)
         width = LEGEND_WIDTH / len(parts)
-        for place, units in enumerate(parts):
-            middle = (units.first + units.end) / 2 / group.units
-            colour = unit_colour(index, len(groups), middle, 0.0)
+        for place, part in enumerate(parts):
             # Slightly wider than its share, so that no seam shows between two.
             box = Box(MARGIN + width * place, y - 12, width + 0.3, 15)
-            yield _rect(box, "cell", f' fill="{colour}"')
-        text = captions.legend_text(group, scene.num_bytes(group.name))
-        yield _text(x, y, captions.shorten(group.name, 15), "heading", after=text)
-    if len(groups) > MAX_LEGEND_GROUPS:
-        text = captions.plural(len(groups) - MAX_LEGEND_GROUPS, "more group")
-        yield _text(x, top + LINE_HEIGHT * MAX_LEGEND_GROUPS, "…", "heading", after=text)
-    for line, hint in enumerate(scene.hints):
-        yield _text(WIDTH - MARGIN, top + LINE_HEIGHT * line, hint, "muted", "end")
-    for line, note in enumerate(scene.notes, _num_lines(scene)):
-        yield _text(MARGIN, top + LINE_HEIGHT * line, note, "name")
+            yield _rect(box, "cell", f' fill="{_colour(scene, group.name, part)}"')
+        units = captions.plural(group.units, captions.unit_word(group))
+        shape = f"{units} × {captions.plural(len(group.layers), 'layer')}, {kind_text(group)}"
+        after = f"{shape}, {human_bytes(scene.sizes[group.name])}"
+        yield _text(x, y, captions.shorten(group.name, 15), "heading", after=after)
