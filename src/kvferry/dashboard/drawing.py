@@ -1,8 +1,7 @@
-"""SVG drawing of a waterfall: where a room's time went, and every step per endpoint. Pure.
+"""Drawing of a room's waterfall as SVG: stages on top, below them a lane per endpoint. Pure.
 
-The SVG works alone or inside a page, in light and dark mode. Each endpoint has a lane: instants
-are marks at its upper edge; gathers, writes and scatters are bars below, stacked where they
-overlap.
+The SVG works alone or inside a page, in light and dark mode. Instants are marks at the upper
+edge of a lane; gathers, writes and scatters are bars below, in one row each.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ from kvferry.plan.units import human_bytes, human_seconds
 from kvferry.telemetry.steps import StepKind
 from kvferry.telemetry.waterfall import SPANS, RoomStage, Waterfall, WaterfallBar
 
-WIDTH = 1000.0
-LEFT, RIGHT = 150.0, 24.0
+WIDTH, LEFT, RIGHT = 1000.0, 150.0, 24.0
 PLOT_WIDTH = WIDTH - LEFT - RIGHT
 TOP, STAGE_HEIGHT, LANE_HEAD, BAR_HEIGHT, ROW_HEIGHT, LANE_GAP = 16.0, 26.0, 26.0, 9.0, 11.0, 14.0
-MAX_ROWS = 8
+LANE_HEIGHT = LANE_HEAD + len(SPANS) * ROW_HEIGHT + 6
 CHAR_WIDTH = 5.9
 # Steps that get a label beside their mark, if there is room.
 LABELLED = (
@@ -36,6 +34,7 @@ STYLE = """
 .wf .mark.done{fill:var(--scatter)}.wf .num{font-variant-numeric:tabular-nums}
 .wf .prefill{fill:var(--prefill)}.wf .pages{fill:var(--pages)}.wf .wire{fill:var(--wire)}
 .wf .gather{fill:var(--gather)}.wf .scatter{fill:var(--scatter)}.wf .control{fill:var(--control)}
+.wf .bar{fill-opacity:.7}
 @media (prefers-color-scheme:dark){.wf{--ink:#e8edf4;--soft:#9aa7b8;--rule:#2b3543;--lane:#1a212b;
 --prefill:#7c889a;--pages:#e9973f;--wire:#4ba3f5;--gather:#a48bf0;--scatter:#2fc49c;
 --control:#3b4757;--bad:#ff6470}}
@@ -44,16 +43,14 @@ STYLE = """
 
 def waterfall_svg(waterfall: Waterfall) -> str:
     """Return the drawing."""
-    span_s = max((bar.ended_s for bar in waterfall.bars), default=0.0) or 1e-9
-    top = TOP + STAGE_HEIGHT + 44
+    # A room with a single step has no extent.
+    span_s = waterfall.span_s or 1e-9
+    top = bottom = TOP + STAGE_HEIGHT + 44
     lanes: list[str] = []
-    bottom = top
-    for endpoint in _endpoints(waterfall.bars):
+    for role, endpoint in sorted({(bar.role, bar.endpoint) for bar in waterfall.bars}):
         bars = [bar for bar in waterfall.bars if bar.endpoint == endpoint]
-        rows = _stack([bar for bar in bars if bar.step in SPANS])
-        height = LANE_HEAD + max(1, len(rows)) * ROW_HEIGHT + 6
-        lanes.append(_lane(bars, rows, span_s, bottom, height))
-        bottom += height + LANE_GAP
+        lanes.append(_lane(bars, endpoint, role, span_s, bottom))
+        bottom += LANE_HEIGHT + LANE_GAP
     body = "".join([_stages(waterfall), _axis(span_s, top - 6, bottom + 4), *lanes])
     outcome = f"{waterfall.outcome} after {human_seconds(waterfall.seconds)}"
     return (
@@ -65,22 +62,17 @@ def waterfall_svg(waterfall: Waterfall) -> str:
 
 
 def waterfall_page(waterfall: Waterfall) -> str:
-    """Return a self-contained HTML page with the drawing, its facts and all steps."""
+    """Return a self-contained HTML page with the drawing and its facts."""
     title = escape(f"Room {waterfall.room}")
     facts = "".join(
         f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts_of(waterfall)
     )
-    rows = "".join(_row(bar) for bar in waterfall.bars)
     return f"""<!doctype html><html lang="en"><meta charset="utf-8">
 <meta name="viewport" content="width=device-width,initial-scale=1"><title>{title}</title>
 <style>:root{{color-scheme:light dark}}body{{font:14px/1.5 system-ui,sans-serif;margin:24px auto;
 max-width:1100px;padding:0 16px}}svg{{width:100%;height:auto}}dl{{display:grid;
-grid-template-columns:max-content 1fr;gap:2px 16px}}dt{{opacity:.65}}dd{{margin:0}}
-table{{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}}
-td,th{{text-align:left;padding:2px 12px 2px 0;border-bottom:1px solid #8884}}</style>
-<h1>{title}</h1><dl>{facts}</dl>{waterfall_svg(waterfall)}
-<table><thead><tr><th>after<th>took<th>endpoint<th>step<th>peer<th>bytes<th></tr></thead>
-<tbody>{rows}</tbody></table></html>
+grid-template-columns:max-content 1fr;gap:2px 16px}}dt{{opacity:.65}}dd{{margin:0}}</style>
+<h1>{title}</h1><dl>{facts}</dl>{waterfall_svg(waterfall)}</html>
 """
 
 
@@ -89,17 +81,29 @@ def facts_of(waterfall: Waterfall) -> list[tuple[str, str]]:
     total, longest = waterfall.seconds, waterfall.longest_stage
     took = waterfall.stages[longest]
     share = took / total if total > 0 else 0.0
-    left_out = f"{waterfall.left_out} steps, for lack of space" if waterfall.left_out else ""
+    stages = [
+        f"{STAGE_NAMES[stage]} {human_seconds(took)}"
+        for stage, took in waterfall.stages.items()
+        if took > 0
+    ]
     facts = [
         ("outcome", f"{waterfall.outcome} after {human_seconds(total)}"),
         ("longest stage", f"{STAGE_NAMES[longest]}, {human_seconds(took)} ({share:.0%})"),
+        ("stages", ", ".join(stages)),
         ("reason", waterfall.failure),
         ("request", waterfall.request),
         ("traceparent", waterfall.traceparent),
         ("clocks", _clocks(waterfall)),
-        ("left out", left_out),
+        ("left out", f"{waterfall.left_out} steps" if waterfall.left_out else ""),
     ]
     return [(name, value) for name, value in facts if value]
+
+
+def details(bar: WaterfallBar) -> str:
+    """Return a bar's duration, size, transfer mode and detail, as far as it has them."""
+    took = human_seconds(bar.ended_s - bar.begun_s) if bar.step in SPANS else ""
+    size = human_bytes(bar.num_bytes) if bar.num_bytes else ""
+    return " ".join(filter(None, (took, size, bar.mode, bar.detail)))
 
 
 def _clocks(waterfall: Waterfall) -> str:
@@ -111,29 +115,6 @@ def _clocks(waterfall: Waterfall) -> str:
     if errors:
         text += f"; others within {human_seconds(max(errors))}"
     return text + (f"; not measured: {', '.join(unknown)}" if unknown else "")
-
-
-# ---------------------------------------------------------------- parts
-
-
-def _endpoints(bars: Iterable[WaterfallBar]) -> list[str]:
-    roles = {bar.endpoint: bar.role for bar in bars}
-    return sorted(roles, key=lambda name: (roles[name] != "source", name))
-
-
-def _stack(bars: Iterable[WaterfallBar]) -> list[list[WaterfallBar]]:
-    """Distribute bars to rows in which none overlap, while there are rows."""
-    rows: list[list[WaterfallBar]] = []
-    for bar in bars:
-        free = next((row for row in rows if row[-1].ended_s <= bar.begun_s), None)
-        if free is None and len(rows) < MAX_ROWS:
-            rows.append(free := [])
-        (rows[-1] if free is None else free).append(bar)
-    return rows
-
-
-def _x(at_s: float, span_s: float) -> float:
-    return LEFT + PLOT_WIDTH * at_s / span_s
 
 
 def _stages(waterfall: Waterfall) -> str:
@@ -171,42 +152,34 @@ def _axis(span_s: float, top: float, bottom: float) -> str:
     return "".join(parts)
 
 
-def _lane(
-    bars: Sequence[WaterfallBar],
-    rows: Iterable[Iterable[WaterfallBar]],
-    span_s: float,
-    top: float,
-    height: float,
-) -> str:
-    role = "prefill" if bars[0].role == "source" else "decode"
+def _lane(bars: Sequence[WaterfallBar], endpoint: str, role: str, span_s: float, top: float) -> str:
     parts = [
         f'<rect class="lane" x="{LEFT}" y="{top:.1f}" width="{PLOT_WIDTH:.1f}" '
-        f'height="{height:.1f}" rx="4"/>'
-        f'<text x="0" y="{top + 15:.1f}" font-weight="600">{escape(bars[0].endpoint[:22])}</text>'
-        f'<text class="soft" x="0" y="{top + 30:.1f}">{role}</text>',
-        *_marks(bars, span_s, top),
+        f'height="{LANE_HEIGHT:.1f}" rx="4"/>'
+        f'<text x="0" y="{top + 15:.1f}" font-weight="600">{escape(endpoint[:22])}</text>'
+        f'<text class="soft" x="0" y="{top + 30:.1f}">'
+        f"{'prefill' if role == 'source' else 'decode'}</text>",
+        *_marks((bar for bar in bars if bar.step not in SPANS), span_s, top),
     ]
-    for number, row in enumerate(rows):
-        y = top + LANE_HEAD + number * ROW_HEIGHT
-        for bar in row:
-            x, end = _x(bar.begun_s, span_s), _x(bar.ended_s, span_s)
-            parts.append(
-                f'<rect class="{SPANS[bar.step]}" x="{x:.1f}" y="{y:.1f}" '
-                f'width="{max(1.5, end - x):.1f}" height="{BAR_HEIGHT}" rx="2">'
-                f"<title>{escape(_tooltip(bar))}</title></rect>"
-            )
+    for row, (step, stage) in enumerate(SPANS.items()):
+        y = top + LANE_HEAD + row * ROW_HEIGHT
+        parts += [
+            f'<rect class="bar {stage}" x="{_x(bar.begun_s, span_s):.1f}" y="{y:.1f}" '
+            f'width="{max(1.5, PLOT_WIDTH * (bar.ended_s - bar.begun_s) / span_s):.1f}" '
+            f'height="{BAR_HEIGHT}" rx="2">{_tooltip(bar)}</rect>'
+            for bar in bars
+            if bar.step is step
+        ]
     return f"<g>{''.join(parts)}</g>"
 
 
 def _marks(bars: Iterable[WaterfallBar], span_s: float, top: float) -> list[str]:
     parts, free_from = [], 0.0
     for bar in bars:
-        if bar.step in SPANS:
-            continue
         x = _x(bar.ended_s, span_s)
         parts.append(
             f'<circle class="mark {bar.step}" cx="{x:.1f}" cy="{top + 7:.1f}" r="3">'
-            f"<title>{escape(_tooltip(bar))}</title></circle>"
+            f"{_tooltip(bar)}</circle>"
         )
         width = CHAR_WIDTH * len(bar.step)
         left = min(x - 2, WIDTH - RIGHT - width)
@@ -219,17 +192,11 @@ def _marks(bars: Iterable[WaterfallBar], span_s: float, top: float) -> list[str]
     return parts
 
 
+def _x(at_s: float, span_s: float) -> float:
+    return LEFT + PLOT_WIDTH * at_s / span_s
+
+
 def _tooltip(bar: WaterfallBar) -> str:
     peer = f" {'from' if bar.heard else 'to'} {bar.peer}" if bar.peer else ""
-    took = f"took {human_seconds(bar.ended_s - bar.begun_s)}" if bar.ended_s > bar.begun_s else ""
-    size = human_bytes(bar.num_bytes) if bar.num_bytes else ""
-    step = f"{human_seconds(bar.ended_s)}: {bar.step}{peer}"
-    return ", ".join(filter(None, (step, took, size, bar.mode, bar.detail)))
-
-
-def _row(bar: WaterfallBar) -> str:
-    took = human_seconds(bar.ended_s - bar.begun_s) if bar.ended_s > bar.begun_s else ""
-    size = human_bytes(bar.num_bytes) if bar.num_bytes else ""
-    more = f"{bar.mode} {bar.detail}".strip()
-    cells = (human_seconds(bar.begun_s), took, bar.endpoint, str(bar.step), bar.peer, size, more)
-    return f"<tr>{''.join(f'<td>{escape(cell)}' for cell in cells)}</tr>"
+    text = f"{human_seconds(bar.ended_s)}: {bar.step}{peer} {details(bar)}"
+    return f"<title>{escape(text.rstrip())}</title>"

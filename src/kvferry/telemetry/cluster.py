@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from kvferry.layout.layout import Layout
 from kvferry.telemetry.clocks import Offset
 from kvferry.telemetry.status import (
+    ALIVE,
     MAX_TRACES,
     ClusterStatus,
     EndpointStatus,
@@ -46,7 +47,6 @@ QUERY_TTL_S = 60.0
 MAX_QUERIES = 64
 # Queries for one room within this time share their answers.
 TRACE_FRESH_S = 2.0
-ALIVE = (RankState.UP, RankState.TROUBLED)
 MAX_ROOMS, MAX_SLOW, MAX_FAILURES = 100, 10, 20
 
 

@@ -37,6 +37,10 @@ class RankState(StrEnum):
     MISSING = "missing"
 
 
+# States of ranks that report.
+ALIVE = (RankState.UP, RankState.TROUBLED)
+
+
 class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Counters and state of one rank. Rates are means over the last few seconds."""
 
@@ -68,7 +72,7 @@ class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
     transport: Text = ""
     mode: Text = ""
     bytes_per_s: float = 0.0
-    num_bytes: Annotated[int, Meta(ge=0, le=1 << 62)] = msgspec.field(default=0, name="bytes")
+    num_bytes: Count = msgspec.field(default=0, name="bytes")
     offset: Offset | None = None
 
 

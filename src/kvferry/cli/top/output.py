@@ -11,73 +11,45 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.plan.units import human_bytes, human_seconds
-from kvferry.telemetry.status import ClusterStatus, InstanceStatus, LinkStatus, RankState
+from kvferry.telemetry.status import ALIVE, ClusterStatus, InstanceStatus, LinkStatus, RankState
 
 MAX_ROOMS, MAX_FAILURES = 10, 5
-COLOURS = {
-    RankState.UP: "green",
-    RankState.TROUBLED: "yellow",
-    RankState.SILENT: "yellow",
-    RankState.GONE: "bold red",
-    RankState.MISSING: "bold red",
-}
+COLOURS = {RankState.UP: "green", RankState.TROUBLED: "yellow", RankState.SILENT: "yellow"}
 
 
 def render(status: ClusterStatus) -> RenderableType:
     """Return the whole status."""
-    parts: list[RenderableType] = [_headline(status)]
-    if status.problem:
-        parts.append(Text(status.problem, style="red"))
-    tables = [_instances(status.instances)]
-    if status.links:
-        tables.append(_links(status.links))
-    if status.rooms:
-        tables.append(_rooms(status))
-    if status.failures:
-        tables.append(_failures(status))
-    return Group(*parts, *(part for table in tables for part in (Text(), table)))
+    tables = [_instances(status.instances), _links(status.links), _rooms(status), _failures(status)]
+    shown = [part for table in tables if table.rows for part in (Text(), table)]
+    problem = [Text(status.problem, style="red")] if status.problem else []
+    return Group(_headline(status), *problem, *shown)
 
 
-def _headline(status: ClusterStatus) -> Text:
+def _headline(status: ClusterStatus) -> str:
     ranks = [rank for one in status.instances for rank in one.ranks]
-    up = sum(rank.state in (RankState.UP, RankState.TROUBLED) for rank in ranks)
-    line = Text("kvferry  ", style="bold")
-    line.append(f"{_rate(status.bytes_per_s)}  {status.rooms_per_s:.1f} rooms/s  ")
-    line.append(f"{status.num_open} open  ")
-    line.append(f"{up}/{len(ranks)} ranks up", style="" if up == len(ranks) else "bold red")
-    return line
+    up = sum(rank.state in ALIVE for rank in ranks)
+    return (
+        f"[bold]kvferry[/]  {_rate(status.bytes_per_s)}  {status.rooms_per_s:.1f} rooms/s  "
+        f"{status.num_open} open  [{'default' if up == len(ranks) else 'bold red'}]"
+        f"{up}/{len(ranks)} ranks up[/]"
+    )
 
 
 def _rate(bytes_per_s: float) -> str:
     return f"{human_bytes(int(bytes_per_s))}/s" if bytes_per_s >= 1 else "idle"
 
 
-def _table(*left: str, right: tuple[str, ...] = (), last: str | None = None) -> Table:
-    """Return a table with columns aligned left, then right; ``last`` may wrap."""
-    table = Table(box=None)
-    for name in left:
-        table.add_column(name, no_wrap=True)
-    for name in right:
-        table.add_column(name, justify="right", no_wrap=True)
-    if last is not None:
-        table.add_column(last)
-    return table
-
-
 def _instances(instances: Iterable[InstanceStatus]) -> Table:
-    figures = ("rooms", "pages held", "staging", "sends")
-    table = _table("instance", "side", "sharding", "ranks", right=figures, last="")
-    table.columns[3].no_wrap = False
+    columns = ("instance", "side", "sharding", "ranks", "rooms", "pages held", "staging", "sends")
+    table = Table(*columns, "", box=None)
     for one in instances:
-        ranks = Text()
-        for rank in one.ranks:
-            ranks.append(f"{rank.rank} ", style=COLOURS[rank.state])
+        styled = [(f"{rank.rank} ", COLOURS.get(rank.state, "bold red")) for rank in one.ranks]
         held = sum(rank.pages_held for rank in one.ranks)
         table.add_row(
             escape(one.name),
             "prefill" if one.role == "source" else "decode",
             escape(f"{one.sharding.split(',')[0]} {one.transport}"),
-            ranks,
+            Text.assemble(*styled),
             str(sum(rank.num_open for rank in one.ranks)),
             f"{held}/{sum(rank.pages for rank in one.ranks)}",
             human_bytes(sum(rank.staging_used_bytes for rank in one.ranks)),
@@ -93,17 +65,16 @@ def _links(links: Iterable[LinkStatus]) -> Table:
     def pair(link: LinkStatus) -> tuple[str, str]:
         return link.source.rpartition("/")[0], link.target.rpartition("/")[0]
 
-    table = _table("from", "to", "up", "transport", "mode", right=("now", "total"))
+    table = Table("from", "to", "up", "transport", "mode", "now", "total", box=None)
     for (source, target), group in groupby(sorted(links, key=pair), key=pair):
         both = list(group)
         up = sum(link.state == "up" for link in both)
-        busiest = max(both, key=lambda link: (link.bytes_per_s, link.num_bytes))
         table.add_row(
             escape(source),
             escape(target),
             Text(f"{up}/{len(both)}", style="" if up == len(both) else "red"),
             ", ".join(sorted({link.transport for link in both})),
-            busiest.mode or "–",
+            ", ".join(sorted({link.mode for link in both if link.mode})) or "–",
             _rate(sum(link.bytes_per_s for link in both)),
             human_bytes(sum(link.num_bytes for link in both)),
         )
@@ -111,7 +82,7 @@ def _links(links: Iterable[LinkStatus]) -> Table:
 
 
 def _rooms(status: ClusterStatus) -> Table:
-    table = _table("room", "status", "open for", "request")
+    table = Table("room", "status", "open for", "request", box=None)
     for room in status.rooms[:MAX_ROOMS]:
         age = human_seconds(room.seconds)
         table.add_row(escape(room.room), room.status, age, escape(room.request))
@@ -119,7 +90,7 @@ def _rooms(status: ClusterStatus) -> Table:
 
 
 def _failures(status: ClusterStatus) -> Table:
-    table = _table("failed", "ago", "endpoint", last="reason")
+    table = Table("failed", "ago", "endpoint", "reason", box=None)
     for one in status.failures[:MAX_FAILURES]:
         reason = escape(f"{one.code}: {one.reason}")
         table.add_row(escape(one.room), human_seconds(one.ago_s), escape(one.endpoint), reason)
