@@ -209,8 +209,7 @@ class RankEndpoint(ABC, Generic[H]):
         return self._on_loop(make)
 
     def _traces_of(self, rooms: list[Room]) -> Future[list[RoomTrace]]:
-        traces = self._telemetry.traces
-        return self._on_loop(lambda: traces.traces(rooms) if traces else [])
+        return self._on_loop(lambda: self._telemetry.traces.traces(rooms))
 
     def _on_loop(self, make: Callable[[], T]) -> Future[T]:
         """Call ``make`` on the loop thread. The future may be cancelled."""

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from kvferry.ids import Peer
 from kvferry.protocol.links import Link
-from kvferry.protocol.outcome import Status
+from kvferry.protocol.outcome import Failure, Status
 from kvferry.telemetry.clocks import Offset
 from kvferry.telemetry.metrics import EndpointMetrics, EndpointStats
 from kvferry.telemetry.observer import ObservedRoom, Observer, combine
@@ -30,7 +30,7 @@ from kvferry.telemetry.status import (
     ReportRequest,
     RoomStatus,
 )
-from kvferry.telemetry.traces import EndedRoom, TraceBuffer
+from kvferry.telemetry.traces import RoomRecord, TraceBuffer
 
 # Reports that follow each other faster than this share one measurement of the rates.
 MIN_RATE_WINDOW_S = 0.5
@@ -103,10 +103,12 @@ class EndpointTelemetry:
     ) -> None:
         self._fixed = fixed
         self.meter = EndpointMetrics(fixed.name, transport, registry) if metrics else None
-        self.traces = TraceBuffer(fixed.name, fixed.role, trace_events) if trace_events else None
+        # Without observing anything, the buffer stays empty.
+        self.traces = TraceBuffer(fixed.name, fixed.role, trace_events)
         tracer = find_tracer() if trace_events else None
         self._spans = SpanExporter(tracer, trace_events) if tracer else None
-        self.observer = combine(self.meter, self.traces, self._spans, own)
+        traces = self.traces if trace_events else None
+        self.observer = combine(self.meter, traces, self._spans, own)
         self.stats = self.meter.stats if self.meter else EndpointStats()
         self._rates = RateMeter()
 
@@ -130,8 +132,9 @@ class EndpointTelemetry:
         now, stats, fixed = time.monotonic(), self.stats, self._fixed
         if self.meter:
             self._rates.update(self.meter, now)
-        troubles = _troubles(stats)
-        status = replace(
+        traces, troubles = self.traces, _troubles(stats)
+        longest = sorted(loop.rooms, key=lambda room: room.begun)[:MAX_ROOMS_SHOWN]
+        return replace(
             fixed,
             clock=now,
             wall=time.time(),
@@ -146,10 +149,20 @@ class EndpointTelemetry:
             bytes_per_s=sum(self._rates.bytes_per_s.values()),
             rooms_per_s=self._rates.rooms_per_s,
             links=tuple(self._link(one, loop, now) for one in islice(loop.links, MAX_LINKS)),
-            rooms=self._open_rooms(loop.rooms, now),
+            rooms=tuple(
+                self._room(one, one.status.name.lower(), now - one.begun) for one in longest
+            ),
+            slow=tuple(
+                self._room(one, "ended", one.seconds) for one in traces.slowest(now, MAX_SLOW_SHOWN)
+            ),
+            failures=tuple(
+                self._failure(one, one.failure, now)
+                for one in traces.failures()[-MAX_FAILURES_SHOWN:]
+                if one.failure
+            ),
+            traces=tuple(traces.named(request.rooms)[:MAX_TRACES]),
             layout=fixed.layout if request.layout else None,
         )
-        return self._with_traces(status, self.traces, request) if self.traces else status
 
     def _link(self, link: Link, loop: LoopSnapshot, now: float) -> LinkStatus:
         me, peer = self._fixed.name, str(link.peer)
@@ -166,14 +179,7 @@ class EndpointTelemetry:
             offset=loop.offset(link.peer, now),
         )
 
-    def _open_rooms(self, rooms: Collection[ReportedRoom], now: float) -> tuple[RoomStatus, ...]:
-        """Return the rooms that have been open longest."""
-        return tuple(
-            self._room(room, room.status.name.lower(), now - room.begun)
-            for room in sorted(rooms, key=lambda room: room.begun)[:MAX_ROOMS_SHOWN]
-        )
-
-    def _room(self, room: ObservedRoom | EndedRoom, status: str, seconds: float) -> RoomStatus:
+    def _room(self, room: ObservedRoom | RoomRecord, status: str, seconds: float) -> RoomStatus:
         return RoomStatus(
             room=str(room.room),
             status=status,
@@ -182,28 +188,14 @@ class EndpointTelemetry:
             request=room.tag.request,
         )
 
-    def _with_traces(
-        self, status: EndpointStatus, traces: TraceBuffer, request: ReportRequest
-    ) -> EndpointStatus:
-        """Add what the trace buffer knows about ended rooms."""
-        slowest = traces.slowest(status.clock, MAX_SLOW_SHOWN)
-        failures = tuple(
-            FailureStatus(
-                room=str(one.room),
-                endpoint=self._fixed.name,
-                ago_s=status.clock - one.at,
-                code=str(one.failure.code),
-                reason=one.failure.message[:1000],
-                request=one.tag.request,
-            )
-            for one in traces.failures()[-MAX_FAILURES_SHOWN:]
-            if one.failure
-        )
-        return replace(
-            status,
-            slow=tuple(self._room(one, "ended", one.seconds) for one in slowest),
-            failures=failures,
-            traces=tuple(traces.named(request.rooms)[:MAX_TRACES]),
+    def _failure(self, room: RoomRecord, failure: Failure, now: float) -> FailureStatus:
+        return FailureStatus(
+            room=str(room.room),
+            endpoint=self._fixed.name,
+            ago_s=now - room.at,
+            code=str(failure.code),
+            reason=failure.message[:1000],
+            request=room.tag.request,
         )
 
 
