@@ -47,7 +47,6 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
     state: RankState = RankState.UP
     note: Text = ""
-    silent_s: float | None = None
     num_open: Count = 0
     num_quarantined: Count = 0
     num_done: Count = 0
