@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 
-from msgspec.structs import replace
 from rich.markup import escape
 from rich.table import Table
 
 from kvferry.cli.printing import console
-from kvferry.dashboard.drawing import STAGE_NAMES, details, facts_of
+from kvferry.dashboard.drawing import STAGE_NAMES, details, facts_of, merged
 from kvferry.plan.units import human_seconds
 from kvferry.telemetry.waterfall import SPANS, RoomStage, Waterfall, WaterfallBar
 
@@ -33,24 +31,9 @@ def print_waterfall(waterfall: Waterfall) -> None:
             bar.step,
             escape(bar.peer),
             _timeline(bar, waterfall.span_s or 1e-9),
-            (f"×{times} " if times > 1 else "") + escape(details(bar)),
+            escape(details(bar, times)),
         )
     out.print(table)
-
-
-def merged(bars: Sequence[WaterfallBar]) -> list[tuple[WaterfallBar, int]]:
-    """Merge neighbouring bars of one kind; return each with the number of bars in it."""
-    lines = []
-    for _, group in groupby(bars, key=lambda bar: (bar.endpoint, bar.step, bar.peer, bar.mode)):
-        alike = list(group)
-        whole = replace(
-            alike[0],
-            ended_s=max(bar.ended_s for bar in alike),
-            num_bytes=sum(bar.num_bytes for bar in alike),
-            detail=alike[0].detail if len(alike) == 1 else "",
-        )
-        lines.append((whole, len(alike)))
-    return lines
 
 
 def _timeline(bar: WaterfallBar, span_s: float) -> str:
