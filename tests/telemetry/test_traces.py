@@ -30,8 +30,14 @@ from kvferry.protocol.messages import (
 )
 from kvferry.protocol.outcome import Done, Failure, FailureCode, Outcome
 from kvferry.telemetry.status import ReportRequest
-from kvferry.telemetry.steps import MAX_TRACE_EVENTS, RoomTrace, StepKind, TraceStep
-from kvferry.telemetry.tags import NO_TAG, RoomTag
+from kvferry.telemetry.steps import (
+    MAX_TRACE_EVENTS,
+    NO_TAG,
+    RoomTag,
+    RoomTrace,
+    StepKind,
+    TraceStep,
+)
 from kvferry.telemetry.traces import (
     HALF,
     MESSAGES,

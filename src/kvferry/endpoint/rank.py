@@ -40,7 +40,7 @@ from kvferry.memory.page_tables import PageTableValidator
 from kvferry.memory.pools import Memory, PoolArrays
 from kvferry.protocol.outcome import Status
 from kvferry.security.keys import ClusterKey
-from kvferry.telemetry.endpoint import EndpointTelemetry, LoopSnapshot
+from kvferry.telemetry.endpoint import EndpointTelemetry
 from kvferry.telemetry.metrics import EndpointStats
 from kvferry.telemetry.observer import Observer
 from kvferry.telemetry.status import EndpointStatus, ReportRequest
@@ -204,7 +204,7 @@ class RankEndpoint(ABC, Generic[H]):
         def make() -> EndpointStatus:
             machine, rooms = loop.runner.machine, list(loop.rooms)
             tables = machine.num_quarantined, machine.links.values()
-            return self._telemetry.view(LoopSnapshot(rooms, *tables, loop.clocks.offset), request)
+            return self._telemetry.view(rooms, *tables, loop.clocks.offset, request)
 
         return self._on_loop(make)
 

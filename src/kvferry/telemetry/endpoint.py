@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
-from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from kvferry.ids import Peer
+from kvferry.plan.choose import TransferMode
 from kvferry.protocol.links import Link
-from kvferry.protocol.outcome import Failure, Status
+from kvferry.protocol.outcome import Failure
 from kvferry.telemetry.clocks import Offset
 from kvferry.telemetry.metrics import EndpointMetrics, EndpointStats
 from kvferry.telemetry.observer import ObservedRoom, Observer, combine
@@ -36,52 +36,28 @@ from kvferry.telemetry.traces import RoomRecord, TraceBuffer
 MIN_RATE_WINDOW_S = 0.5
 
 
-class ReportedRoom(ObservedRoom, Protocol):
-    """Fields of an open room's handle that the status shows."""
-
-    status: Status
-
-    @property
-    def num_pages(self) -> int:
-        """Pages held for the room."""
-
-
-class LoopSnapshot(NamedTuple):
-    """Fields of an endpoint's loop that the status shows: rooms, links and peers' clocks."""
-
-    rooms: Collection[ReportedRoom]
-    num_quarantined: int
-    links: Iterable[Link]
-    offset: Callable[[Peer, float], Offset | None]
-
-
 class RateMeter:
     """Rates of an endpoint: bytes per second to each peer, and rooms ended per second."""
 
     def __init__(self) -> None:
         self._at = time.monotonic()
-        self._sent: dict[Peer, dict[str, int]] = {}
+        self._sent: dict[Peer, int] = {}
         self._num_ended = 0
         self.bytes_per_s: dict[Peer, float] = {}
-        self.modes: dict[Peer, str] = {}
         self.rooms_per_s = 0.0
 
-    def update(self, metrics: EndpointMetrics, now: float) -> None:
-        """Measure again, unless the last measurement is too recent."""
+    def update(self, sent: Mapping[Peer, Mapping[TransferMode, int]], num: int, now: float) -> None:
+        """Measure again, unless the last measurement is too recent. ``num`` rooms have ended."""
         elapsed_s = now - self._at
         if elapsed_s < MIN_RATE_WINDOW_S:
             return
-        sent = {peer: {str(k): n for k, n in by.items()} for peer, by in metrics.sent.items()}
-        num_ended = metrics.stats.rooms.total()
-        self.bytes_per_s, self.modes = {}, {}
-        for peer, by_mode in sent.items():
-            before = self._sent.get(peer, {})
-            new = {mode: num - before.get(mode, 0) for mode, num in by_mode.items()}
-            self.bytes_per_s[peer] = max(0, sum(new.values())) / elapsed_s
-            recent = new if any(new.values()) else by_mode
-            self.modes[peer] = max(recent, key=recent.__getitem__)
-        self.rooms_per_s = (num_ended - self._num_ended) / elapsed_s
-        self._at, self._sent, self._num_ended = now, sent, num_ended
+        totals = {peer: sum(by_mode.values()) for peer, by_mode in sent.items()}
+        self.bytes_per_s = {
+            peer: max(0, total - self._sent.get(peer, 0)) / elapsed_s
+            for peer, total in totals.items()
+        }
+        self.rooms_per_s = (num - self._num_ended) / elapsed_s
+        self._at, self._sent, self._num_ended = now, totals, num
 
 
 class EndpointTelemetry:
@@ -110,6 +86,7 @@ class EndpointTelemetry:
         traces = self.traces if trace_events else None
         self.observer = combine(self.meter, traces, self._spans, own)
         self.stats = self.meter.stats if self.meter else EndpointStats()
+        self._sent = self.meter.sent if self.meter else {}
         self._rates = RateMeter()
 
     def start(self, read_traces: ReadTraces) -> None:
@@ -127,28 +104,36 @@ class EndpointTelemetry:
         if self.meter:
             self.meter.close()
 
-    def view(self, loop: LoopSnapshot, request: ReportRequest) -> EndpointStatus:
+    def view(
+        self,
+        rooms: Collection[ObservedRoom],
+        num_quarantined: int,
+        links: Iterable[Link],
+        clock_offset: Callable[[Peer, float], Offset | None],
+        request: ReportRequest,
+    ) -> EndpointStatus:
         """Return the endpoint's status. Call on the loop thread."""
         now, stats, fixed = time.monotonic(), self.stats, self._fixed
-        if self.meter:
-            self._rates.update(self.meter, now)
+        self._rates.update(self._sent, stats.rooms.total(), now)
         traces, troubles = self.traces, _troubles(stats)
-        longest = sorted(loop.rooms, key=lambda room: room.begun)[:MAX_ROOMS_SHOWN]
+        longest = sorted(rooms, key=lambda room: room.begun)[:MAX_ROOMS_SHOWN]
         return replace(
             fixed,
             clock=now,
             wall=time.time(),
             state=RankState.TROUBLED if troubles else RankState.UP,
             note="; ".join(troubles)[:1024],
-            num_open=len(loop.rooms),
-            num_quarantined=loop.num_quarantined,
+            num_open=len(rooms),
+            num_quarantined=num_quarantined,
             num_done=stats.rooms["done"],
             num_failed=stats.rooms.total() - stats.rooms["done"],
             staging_used_bytes=stats.staging_used_bytes,
-            pages_held=sum(room.num_pages for room in loop.rooms),
+            pages_held=sum(room.num_pages for room in rooms),
             bytes_per_s=sum(self._rates.bytes_per_s.values()),
             rooms_per_s=self._rates.rooms_per_s,
-            links=tuple(self._link(one, loop, now) for one in islice(loop.links, MAX_LINKS)),
+            links=tuple(
+                self._link(one, clock_offset(one.peer, now)) for one in islice(links, MAX_LINKS)
+            ),
             rooms=tuple(
                 self._room(one, one.status.name.lower(), now - one.begun) for one in longest
             ),
@@ -164,19 +149,18 @@ class EndpointTelemetry:
             layout=fixed.layout if request.layout else None,
         )
 
-    def _link(self, link: Link, loop: LoopSnapshot, now: float) -> LinkStatus:
-        me, peer = self._fixed.name, str(link.peer)
+    def _link(self, link: Link, offset: Offset | None) -> LinkStatus:
+        me, peer, sent = self._fixed.name, str(link.peer), self._sent.get(link.peer, {})
         source, target = (me, peer) if self._fixed.role == "source" else (peer, me)
-        sent = self.meter.sent.get(link.peer, {}) if self.meter else {}
         return LinkStatus(
             source=source,
             target=target,
             state=str(link.state),
             transport=self.stats.links.get(peer, ""),
-            mode=self._rates.modes.get(link.peer, ""),
+            mode=str(max(sent, key=sent.__getitem__)) if any(sent.values()) else "",
             bytes_per_s=self._rates.bytes_per_s.get(link.peer, 0.0),
             num_bytes=sum(sent.values()),
-            offset=loop.offset(link.peer, now),
+            offset=offset,
         )
 
     def _room(self, room: ObservedRoom | RoomRecord, status: str, seconds: float) -> RoomStatus:

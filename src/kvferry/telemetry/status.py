@@ -60,7 +60,7 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One link between a source and a target. ``mode`` carried most of the recent bytes.
+    """One link between a source and a target. ``mode`` has carried most of its bytes.
 
     ``offset`` is how far the peer's clock is ahead of the reporting endpoint's.
     """

@@ -25,8 +25,14 @@ from kvferry.protocol import messages
 from kvferry.protocol.messages import Envelope, RoomMessage
 from kvferry.protocol.outcome import Failure, Outcome
 from kvferry.telemetry.observer import ObservedRoom, ObservedWrite, Observer
-from kvferry.telemetry.steps import MAX_TRACE_EVENTS, RoomTrace, StepKind, TraceStep
-from kvferry.telemetry.tags import NO_TAG, RoomTag
+from kvferry.telemetry.steps import (
+    MAX_TRACE_EVENTS,
+    NO_TAG,
+    RoomTag,
+    RoomTrace,
+    StepKind,
+    TraceStep,
+)
 
 # Strings, because enum members are slower to look up and to encode.
 MESSAGES: dict[type[RoomMessage], str] = {

@@ -1,13 +1,6 @@
 """A room's waterfall: traces of all its endpoints on one clock, and where the time went. Pure.
 
-Each instant of a room belongs to exactly one stage, so the stages add up to the room's time:
-
-    prefill   an engine still computes, or has not begun
-    pages     computing is over, and a target has not offered its pages yet
-    wire      a write is in flight
-    gather    no write is in flight, and a copy into a staging slot runs
-    scatter   neither, and a copy out of a staging slot runs
-    control   the rest: messages, thread switches, waits for credits
+Each instant of a room belongs to exactly one stage, so the stages add up to the room's time.
 """
 
 from __future__ import annotations
@@ -25,21 +18,20 @@ from kvferry.telemetry.steps import RoomTrace, StepKind
 class RoomStage(StrEnum):
     """Stage that an instant of a room belongs to."""
 
-    PREFILL = "prefill"
-    PAGES = "pages"
-    WIRE = "wire"
-    GATHER = "gather"
-    SCATTER = "scatter"
-    CONTROL = "control"
+    PREFILL = "prefill"  # an engine still computes, or has not begun
+    PAGES = "pages"  # computing is over, and a target has not offered its pages yet
+    WIRE = "wire"  # a write is in flight
+    GATHER = "gather"  # no write is in flight, and a copy into a staging slot runs
+    SCATTER = "scatter"  # neither, and a copy out of a staging slot runs
+    CONTROL = "control"  # the rest: messages, thread switches, waits for credits
 
 
+# Where several overlap, the first of these gets the time.
 SPANS = {
-    StepKind.GATHERED: RoomStage.GATHER,
     StepKind.WRITTEN: RoomStage.WIRE,
+    StepKind.GATHERED: RoomStage.GATHER,
     StepKind.SCATTERED: RoomStage.SCATTER,
 }
-# Where several overlap, the first of these gets the time.
-PRIORITY = (RoomStage.WIRE, RoomStage.GATHER, RoomStage.SCATTER)
 ENDS = (StepKind.DONE, StepKind.FAILED)
 
 
@@ -175,7 +167,7 @@ def _stages(bars: Sequence[WaterfallBar], ended_s: float) -> dict[RoomStage, flo
         elif middle < offered:
             stage = RoomStage.PAGES
         else:
-            stage = next((stage for stage in PRIORITY if stage in active), RoomStage.CONTROL)
+            stage = next((stage for stage in SPANS.values() if stage in active), RoomStage.CONTROL)
         took[stage] += last - first
     return took
 
