@@ -8,7 +8,6 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
-from kvferry.dashboard.routes import CLUSTER
 from kvferry.errors import InputError, KvferryError
 from kvferry.telemetry.status import ClusterStatus
 from kvferry.telemetry.waterfall import Waterfall
@@ -43,7 +42,7 @@ class StatusClient:
 
     def cluster(self) -> ClusterStatus:
         """Return the cluster's status now."""
-        return self._get(CLUSTER, ClusterStatus)
+        return self._get("/kvferry/cluster", ClusterStatus)
 
     def trace(self, room: str) -> Waterfall:
         """Return a room's waterfall. Raise ``UnknownRoom`` if no endpoint remembers it."""

@@ -83,7 +83,7 @@ class Registered(NamedTuple):
     """An instance in the discovery registry."""
 
     name: str
-    complete: bool
+    # Why the instance is incomplete, or an empty string.
     note: str
     sharding: str
     transport: str
@@ -103,8 +103,6 @@ class ClusterMonitor:
 
     def take(self, report: EndpointStatus, now: float) -> ReportRequest:
         """Store a report; return what the endpoint should report next."""
-        # Before the request is made, because a report answers the previous request.
-        self._collect_traces(report)
         name, known = report.name, self._endpoints.get(report.name)
         is_same = known is not None and known.report.incarnation == report.incarnation
         layout = report.layout or (known.layout if known and is_same else None)
@@ -112,20 +110,18 @@ class ClusterMonitor:
         every_s = max(usual_s, len(self._endpoints) / MAX_REPORTS_PER_S)
         if known is not None or len(self._endpoints) < MAX_ENDPOINTS:
             self._endpoints[name] = _Endpoint(report, now, every_s, layout)
-        rooms = [room for room, query in self._queries.items() if name not in query.asked]
-        for room in rooms[:MAX_TRACES]:
-            self._queries[room].asked.add(name)
-        return ReportRequest(
-            every_s=every_s, rooms=tuple(rooms[:MAX_TRACES]), layout=layout is None
-        )
-
-    def _collect_traces(self, report: EndpointStatus) -> None:
-        traces = {trace.room: trace for trace in report.traces}
+        for trace in report.traces:
+            if trace.room in self._queries:
+                self._queries[trace.room].traces[name] = trace
+        # A report answers the previous request.
+        unasked: list[str] = []
         for room, query in self._queries.items():
-            if room in traces:
-                query.traces[report.name] = traces[room]
-            if room in traces or report.name in query.asked:
-                query.answered.add(report.name)
+            if name in query.asked:
+                query.answered.add(name)
+            elif len(unasked) < MAX_TRACES:
+                query.asked.add(name)
+                unasked.append(room)
+        return ReportRequest(every_s=every_s, rooms=tuple(unasked), layout=layout is None)
 
     def leave(self, name: str, incarnation: int) -> bool:
         """Remove an endpoint that closes; return whether this incarnation was known."""
@@ -240,12 +236,11 @@ def _instance(
     role = newest.role if newest else "source"
     ranks = [_rank(rank, reported.get(rank), registered, now) for rank in range(known.num_ranks)]
     down = [str(one.rank) for one in ranks if one.state not in ALIVE]
+    note = f"no report from rank {', '.join(down[:8])}" if down else ""
     if role == "source" and registered is None:
         note = "no longer registered at the discovery service"
-    elif role == "source" and registered and not registered.complete:
+    elif role == "source" and registered and registered.note:
         note = registered.note
-    else:
-        note = f"no report from rank {', '.join(down[:8])}" if down else ""
     return InstanceStatus(
         name=name,
         role=role,

@@ -18,7 +18,6 @@ from kvferry.telemetry.metrics import EndpointMetrics, EndpointStats
 from kvferry.telemetry.observer import ObservedRoom, Observer, combine
 from kvferry.telemetry.spans import ReadTraces, SpanExporter, find_tracer
 from kvferry.telemetry.status import (
-    MAX_FAILURES_SHOWN,
     MAX_LINKS,
     MAX_ROOMS_SHOWN,
     MAX_SLOW_SHOWN,
@@ -141,9 +140,7 @@ class EndpointTelemetry:
                 self._room(one, "ended", one.seconds) for one in traces.slowest(now, MAX_SLOW_SHOWN)
             ),
             failures=tuple(
-                self._failure(one, one.failure, now)
-                for one in traces.failures()[-MAX_FAILURES_SHOWN:]
-                if one.failure
+                self._failure(one, one.failure, now) for one in traces.failures() if one.failure
             ),
             traces=tuple(traces.named(request.rooms)[:MAX_TRACES]),
             layout=fixed.layout if request.layout else None,

@@ -25,6 +25,7 @@ from kvferry.protocol import messages
 from kvferry.protocol.messages import Envelope, RoomMessage
 from kvferry.protocol.outcome import Failure, Outcome
 from kvferry.telemetry.observer import ObservedRoom, ObservedWrite, Observer
+from kvferry.telemetry.status import MAX_FAILURES_SHOWN
 from kvferry.telemetry.steps import (
     MAX_TRACE_EVENTS,
     NO_TAG,
@@ -53,7 +54,6 @@ COPY_MODES = {StepKind.GATHERED: str(TransferMode.STAGED), StepKind.SCATTERED: "
 LAST_STEPS = (DONE, FAILED, RELEASED)
 SECONDS = attrgetter("seconds")
 
-MAX_FAILURES = 16
 # The slowest rooms are kept per period, so that one busy second cannot displace all others.
 SLOW_S, PERIOD_S, SLOW_PER_PERIOD = 300.0, 30.0, 8
 # Entries of a step in a room's list: time, kind, peer, and the rest by kind.
@@ -113,7 +113,7 @@ class TraceBuffer(Observer):
         self._slow: dict[float, list[RoomRecord]] = {}
         # A room as fast as this that ends before that time is not among the slowest.
         self._slow_limit_s, self._period_end = -inf, -inf
-        self._failed: deque[RoomRecord] = deque(maxlen=MAX_FAILURES)
+        self._failed: deque[RoomRecord] = deque(maxlen=MAX_FAILURES_SHOWN)
 
     # ------------------------------------------------------------ events
 
