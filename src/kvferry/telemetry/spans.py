@@ -76,12 +76,10 @@ def find_tracer(environment: Mapping[str, str] = os.environ) -> Any | None:
 
 def child_spans(waterfall: Waterfall) -> Iterator[tuple[str, WaterfallBar]]:
     """Yield the waits, copies and writes of one endpoint's waterfall, with their names."""
-    first = {bar.step: bar for bar in reversed(waterfall.bars)}
+    first = {bar.step: bar.ended_s for bar in reversed(waterfall.bars)}
     for name, since, until in WAITS:
-        if since in first and until in first:
-            begun_s, ended_s = first[since].begun_s, first[until].ended_s
-            if ended_s > begun_s:
-                yield name, WaterfallBar("", "", until, begun_s, ended_s)
+        if since in first and first.get(until, 0.0) > first[since]:
+            yield name, WaterfallBar("", "", until, first[since], first[until])
     for bar in waterfall.bars:
         if bar.step in SPANS:
             yield SPANS[bar.step], bar

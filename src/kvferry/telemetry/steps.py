@@ -95,7 +95,3 @@ class RoomTrace(msgspec.Struct, frozen=True):
     request: Text = ""
     traceparent: Text = ""
     left_out: int = 0
-
-    def times(self, *kinds: StepKind) -> list[float]:
-        """Return when steps of these kinds ended."""
-        return [one.at for one in self.steps if one.step in kinds]
