@@ -348,9 +348,9 @@ def test_invalid_room_ids_are_refused(pair: Pair, room: Room) -> None:
 
 @pytest.mark.parametrize("text", ["x" * 513, "\ud800", 7])
 def test_invalid_tags_are_refused(pair: Pair, text: str) -> None:
-    with pytest.raises(InputError, match="request and traceparent are texts"):
+    with pytest.raises(InputError, match="request and traceparent must be strings"):
         pair.source.open("room", request=text)
-    with pytest.raises(InputError, match="request and traceparent are texts"):
+    with pytest.raises(InputError, match="request and traceparent must be strings"):
         pair.target.receive("room", prefill=pair.view, tokens=4, pages=[0], traceparent=text)
     carry(pair, "room")
 
