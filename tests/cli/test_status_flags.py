@@ -53,7 +53,7 @@ def test_trace_prints_a_room(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         assert main([*words, "--json"]) == 0
     for word in ("room 17", "longest stage", "prefill-0/1", "gathered", "scattered", "done"):
         assert word in printed
-    assert "<svg" in page.read_text()
+    assert 'class="wf"' in page.read_text()
     trace = document(capsys)
     assert (trace["room"], trace["outcome"]) == ("17", "done")
     assert sum(trace["stages"].values()) == pytest.approx(trace["seconds"])

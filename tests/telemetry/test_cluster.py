@@ -25,7 +25,7 @@ from kvferry.telemetry.status import (
     RoomStatus,
 )
 
-PREFILL = Registered("p", True, "", "TP2", "shm", 2, frozenset({0, 1}))
+PREFILL = Registered("p", "", "TP2", "shm", 2, frozenset({0, 1}))
 
 
 def view(role: str = "source", rank: int = 0, clock: float = 0.0, **more: Any) -> EndpointStatus:
@@ -93,7 +93,7 @@ def test_an_endpoint_becomes_silent_then_gone_then_forgotten() -> None:
 def test_a_rank_without_reports_is_missing_or_only_registered() -> None:
     monitor = ClusterMonitor()
     monitor.take(view(rank=0), 0.0)
-    half = PREFILL._replace(complete=False, note="'p' waits for rank 1", ranks=frozenset({0}))
+    half = PREFILL._replace(note="'p' waits for rank 1", ranks=frozenset({0}))
     (instance,) = look(monitor, 0.0, half).instances
     assert [rank.state for rank in instance.ranks] == [RankState.UP, RankState.MISSING]
     assert (instance.ready, instance.note) == (False, "'p' waits for rank 1")

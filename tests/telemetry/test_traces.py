@@ -30,8 +30,14 @@ from kvferry.protocol.messages import (
 )
 from kvferry.protocol.outcome import Done, Failure, FailureCode, Outcome
 from kvferry.telemetry.status import ReportRequest
-from kvferry.telemetry.steps import MAX_TRACE_EVENTS, RoomTrace, StepKind, TraceStep
-from kvferry.telemetry.tags import NO_TAG, RoomTag
+from kvferry.telemetry.steps import (
+    MAX_TRACE_EVENTS,
+    NO_TAG,
+    RoomTag,
+    RoomTrace,
+    StepKind,
+    TraceStep,
+)
 from kvferry.telemetry.traces import (
     HALF,
     MESSAGES,
@@ -423,7 +429,8 @@ def test_two_endpoints_traces_join_to_one_waterfall() -> None:
         kinds(known[0])
     )
     assert {"asked", "offered", "closed", "done"} <= set(kinds(known[1]))
-    assert known[0].times(StepKind.WRITTEN)[-1] <= known[0].times(StepKind.CLOSED)[0]
+    at = {step.step: step.at for step in known[0].steps}
+    assert at[StepKind.WRITTEN] <= at[StepKind.CLOSED]
     whole = build_waterfall(known)
     assert (whole.outcome, whole.request, whole.room) == ("done", "req-7", "7")
     assert sum(bar.num_bytes for bar in whole.bars) == sum(

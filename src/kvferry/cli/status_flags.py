@@ -5,13 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from typing import TYPE_CHECKING
 
 from kvferry.cli.parsing import given
+from kvferry.dashboard.client import StatusClient
 from kvferry.errors import InputError
-
-if TYPE_CHECKING:
-    from kvferry.dashboard.client import StatusClient
 
 URL = "http://127.0.0.1:8000"
 TOKEN_VARIABLE = "KVFERRY_TOKEN"
@@ -32,8 +29,6 @@ def add_status_flags(parser: argparse.ArgumentParser) -> None:
 
 def status_client(args: argparse.Namespace) -> StatusClient:
     """Return a client for the flags."""
-    from kvferry.dashboard.client import StatusClient  # noqa: PLC0415 - imports aiohttp
-
     return StatusClient(given("--url", args.url) or URL, _token(args))
 
 

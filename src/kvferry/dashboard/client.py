@@ -8,7 +8,6 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
-from kvferry.dashboard.routes import CLUSTER
 from kvferry.errors import InputError, KvferryError
 from kvferry.telemetry.status import ClusterStatus
 from kvferry.telemetry.waterfall import Waterfall
@@ -43,7 +42,7 @@ class StatusClient:
 
     def cluster(self) -> ClusterStatus:
         """Return the cluster's status now."""
-        return self._get(CLUSTER, ClusterStatus)
+        return self._get("/kvferry/cluster", ClusterStatus)
 
     def trace(self, room: str) -> Waterfall:
         """Return a room's waterfall. Raise ``UnknownRoom`` if no endpoint remembers it."""
@@ -51,15 +50,14 @@ class StatusClient:
 
     def _get(self, path: str, kind: type[T]) -> T:
         status, body = self._request(path)
-        if status != 200:
-            message = _error_message(body)
-            if status == 404 and message:
-                raise UnknownRoom(message)
-            raise StatusUnavailable(message or f"{self._url} answered with status {status}")
         try:
-            return msgspec.json.decode(body, type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise StatusUnavailable(f"{self._url} sent an unexpected document: {error}") from None
+            if status == 200:
+                return msgspec.json.decode(body, type=kind)
+            message = str(msgspec.json.decode(body)["error"]["message"])
+        except (ValueError, KeyError, TypeError) as error:
+            problem = f"an unexpected document (status {status}): {error}"
+            raise StatusUnavailable(f"{self._url} sent {problem}") from None
+        raise (UnknownRoom if status == 404 else StatusUnavailable)(message)
 
     def _request(self, path: str) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection(*self._address, timeout=TIMEOUT_S)
@@ -75,12 +73,3 @@ class StatusClient:
             ) from None
         finally:
             connection.close()
-
-
-def _error_message(body: bytes) -> str:
-    """Return the message of an error document, or an empty string."""
-    try:
-        document = msgspec.json.decode(body)
-        return str(document["error"]["message"])
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
-        return ""

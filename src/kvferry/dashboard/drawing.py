@@ -1,87 +1,75 @@
-"""SVG drawing of a waterfall: where a room's time went, and every step per endpoint. Pure.
+"""Drawing of a room's waterfall as HTML: facts, stages, and a row with a bar per step. Pure.
 
-The SVG works alone or inside a page, in light and dark mode. Each endpoint has a lane: instants
-are marks at its upper edge; gathers, writes and scatters are bars below, stacked where they
-overlap.
+The fragment works inside the dashboard's page and alone, in light and dark mode. It is
+well-formed XML.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
+from itertools import groupby
+
+from msgspec.structs import replace
 
 from kvferry.plan.units import human_bytes, human_seconds
-from kvferry.telemetry.steps import StepKind
 from kvferry.telemetry.waterfall import SPANS, RoomStage, Waterfall, WaterfallBar
 
-WIDTH = 1000.0
-LEFT, RIGHT = 150.0, 24.0
-PLOT_WIDTH = WIDTH - LEFT - RIGHT
-TOP, STAGE_HEIGHT, LANE_HEAD, BAR_HEIGHT, ROW_HEIGHT, LANE_GAP = 16.0, 26.0, 26.0, 9.0, 11.0, 14.0
-MAX_ROWS = 8
-CHAR_WIDTH = 5.9
-# Steps that get a label beside their mark, if there is room.
-LABELLED = (
-    *(StepKind.ASKED, StepKind.OPENED, StepKind.OFFERED, StepKind.ACCEPTED, StepKind.FINISHED),
-    *(StepKind.CLOSED, StepKind.COMPLETED, StepKind.DONE, StepKind.FAILED, StepKind.RELEASED),
-)
 STAGE_NAMES = {stage: str(stage) for stage in RoomStage} | {RoomStage.PAGES: "wait for pages"}
 
 STYLE = """
-.wf{font:12px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;--ink:#16202c;--soft:#5b6878;
---rule:#dfe5ec;--lane:#f4f6f9;--prefill:#8b95a5;--pages:#d9822b;--wire:#1476d4;--gather:#7a5bd6;
---scatter:#0f9d7a;--control:#c9d1db;--bad:#cf2f3d}
-.wf text{fill:var(--ink)}.wf .soft{fill:var(--soft)}.wf .rule{stroke:var(--rule)}
-.wf .lane{fill:var(--lane)}.wf .mark{fill:var(--soft)}.wf .mark.failed{fill:var(--bad)}
-.wf .mark.done{fill:var(--scatter)}.wf .num{font-variant-numeric:tabular-nums}
-.wf .prefill{fill:var(--prefill)}.wf .pages{fill:var(--pages)}.wf .wire{fill:var(--wire)}
-.wf .gather{fill:var(--gather)}.wf .scatter{fill:var(--scatter)}.wf .control{fill:var(--control)}
-@media (prefers-color-scheme:dark){.wf{--ink:#e8edf4;--soft:#9aa7b8;--rule:#2b3543;--lane:#1a212b;
---prefill:#7c889a;--pages:#e9973f;--wire:#4ba3f5;--gather:#a48bf0;--scatter:#2fc49c;
---control:#3b4757;--bad:#ff6470}}
+.wf{font:13px/1.5 system-ui,sans-serif}.wf i{display:block;min-width:3px;font-style:normal}
+.wf dl{display:grid;grid-template-columns:max-content 1fr;gap:2px 16px}.wf dt{opacity:.65}
+.wf dd{margin:0;overflow-wrap:anywhere}.wf .stages{display:flex;margin:12px 0}
+.wf .stages i{padding:3px 0;overflow:hidden;white-space:nowrap;color:#fff}
+.wf table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
+.wf td{padding:2px 12px 2px 0;border-bottom:1px solid #8884;white-space:nowrap}
+.wf .time{width:45%;padding:0}.wf .time i{height:10px;border-radius:2px;background:#8b95a5}
+.wf i.prefill{background:#7c889a}.wf i.pages{background:#c9741c}.wf i.wire{background:#1476d4}
+.wf i.gather{background:#7a5bd6}.wf i.scatter,.wf i.done{background:#0f8d6e}
+.wf i.control{background:#56657a}.wf i.failed{background:#cf2f3d}
 """
 
 
-def waterfall_svg(waterfall: Waterfall) -> str:
-    """Return the drawing."""
-    span_s = max((bar.ended_s for bar in waterfall.bars), default=0.0) or 1e-9
-    top = TOP + STAGE_HEIGHT + 44
-    lanes: list[str] = []
-    bottom = top
-    for endpoint in _endpoints(waterfall.bars):
-        bars = [bar for bar in waterfall.bars if bar.endpoint == endpoint]
-        rows = _stack([bar for bar in bars if bar.step in SPANS])
-        height = LANE_HEAD + max(1, len(rows)) * ROW_HEIGHT + 6
-        lanes.append(_lane(bars, rows, span_s, bottom, height))
-        bottom += height + LANE_GAP
-    body = "".join([_stages(waterfall), _axis(span_s, top - 6, bottom + 4), *lanes])
-    outcome = f"{waterfall.outcome} after {human_seconds(waterfall.seconds)}"
+def waterfall_html(waterfall: Waterfall) -> str:
+    """Return the drawing as a fragment."""
+    facts = "".join(
+        f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts_of(waterfall)
+    )
+    stages = "".join(
+        f'<i class="{stage}" style="flex:{seconds / waterfall.seconds:.6f} 1 0" title="{label}">'
+        f"{label}</i>"
+        for stage, seconds in waterfall.stages.items()
+        if seconds > 0 and (label := escape(f"{STAGE_NAMES[stage]} {human_seconds(seconds)}"))
+    )
+    rows = "".join(_row(bar, times, waterfall.span_s) for bar, times in merged(waterfall.bars))
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="wf" '
-        f'viewBox="0 0 {WIDTH:g} {bottom + 20:g}" role="img" '
-        f'aria-label="{escape(f"the room {waterfall.room}: {outcome}")}">'
-        f"<style>{STYLE}</style>{body}</svg>"
+        f'<div class="wf"><style>{STYLE}</style><dl>{facts}</dl>'
+        f'<div class="stages">{stages}</div><table><tbody>{rows}</tbody></table></div>'
     )
 
 
 def waterfall_page(waterfall: Waterfall) -> str:
-    """Return a self-contained HTML page with the drawing, its facts and all steps."""
+    """Return a self-contained HTML page with the drawing."""
     title = escape(f"Room {waterfall.room}")
-    facts = "".join(
-        f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts_of(waterfall)
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+        f"<style>:root{{color-scheme:light dark}}body{{margin:24px}}</style>"
+        f"<h1>{title}</h1>{waterfall_html(waterfall)}</html>\n"
     )
-    rows = "".join(_row(bar) for bar in waterfall.bars)
-    return f"""<!doctype html><html lang="en"><meta charset="utf-8">
-<meta name="viewport" content="width=device-width,initial-scale=1"><title>{title}</title>
-<style>:root{{color-scheme:light dark}}body{{font:14px/1.5 system-ui,sans-serif;margin:24px auto;
-max-width:1100px;padding:0 16px}}svg{{width:100%;height:auto}}dl{{display:grid;
-grid-template-columns:max-content 1fr;gap:2px 16px}}dt{{opacity:.65}}dd{{margin:0}}
-table{{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}}
-td,th{{text-align:left;padding:2px 12px 2px 0;border-bottom:1px solid #8884}}</style>
-<h1>{title}</h1><dl>{facts}</dl>{waterfall_svg(waterfall)}
-<table><thead><tr><th>after<th>took<th>endpoint<th>step<th>peer<th>bytes<th></tr></thead>
-<tbody>{rows}</tbody></table></html>
-"""
+
+
+def _row(bar: WaterfallBar, times: int, span_s: float) -> str:
+    # A room with a single step has no extent.
+    percent = 100 / (span_s or 1e-9)
+    width = percent * (bar.ended_s - bar.begun_s) if bar.step in SPANS else 0.0
+    style = f"margin-left:min({percent * bar.begun_s:.3f}%,100% - 3px);width:{width:.3f}%"
+    names = (human_seconds(bar.begun_s), bar.endpoint, bar.step, bar.peer)
+    return (
+        f"<tr>{''.join(f'<td>{escape(name)}</td>' for name in names)}"
+        f'<td class="time"><i class="{SPANS.get(bar.step, bar.step)}" style="{style}"></i></td>'
+        f"<td>{escape(details(bar, times))}</td></tr>"
+    )
 
 
 def facts_of(waterfall: Waterfall) -> list[tuple[str, str]]:
@@ -89,15 +77,20 @@ def facts_of(waterfall: Waterfall) -> list[tuple[str, str]]:
     total, longest = waterfall.seconds, waterfall.longest_stage
     took = waterfall.stages[longest]
     share = took / total if total > 0 else 0.0
-    left_out = f"{waterfall.left_out} steps, for lack of space" if waterfall.left_out else ""
+    stages = [
+        f"{STAGE_NAMES[stage]} {human_seconds(seconds)}"
+        for stage, seconds in waterfall.stages.items()
+        if seconds > 0
+    ]
     facts = [
         ("outcome", f"{waterfall.outcome} after {human_seconds(total)}"),
         ("longest stage", f"{STAGE_NAMES[longest]}, {human_seconds(took)} ({share:.0%})"),
+        ("stages", ", ".join(stages)),
         ("reason", waterfall.failure),
         ("request", waterfall.request),
         ("traceparent", waterfall.traceparent),
         ("clocks", _clocks(waterfall)),
-        ("left out", left_out),
+        ("left out", f"{waterfall.left_out} steps" if waterfall.left_out else ""),
     ]
     return [(name, value) for name, value in facts if value]
 
@@ -113,123 +106,24 @@ def _clocks(waterfall: Waterfall) -> str:
     return text + (f"; not measured: {', '.join(unknown)}" if unknown else "")
 
 
-# ---------------------------------------------------------------- parts
-
-
-def _endpoints(bars: Iterable[WaterfallBar]) -> list[str]:
-    roles = {bar.endpoint: bar.role for bar in bars}
-    return sorted(roles, key=lambda name: (roles[name] != "source", name))
-
-
-def _stack(bars: Iterable[WaterfallBar]) -> list[list[WaterfallBar]]:
-    """Distribute bars to rows in which none overlap, while there are rows."""
-    rows: list[list[WaterfallBar]] = []
-    for bar in bars:
-        free = next((row for row in rows if row[-1].ended_s <= bar.begun_s), None)
-        if free is None and len(rows) < MAX_ROWS:
-            rows.append(free := [])
-        (rows[-1] if free is None else free).append(bar)
-    return rows
-
-
-def _x(at_s: float, span_s: float) -> float:
-    return LEFT + PLOT_WIDTH * at_s / span_s
-
-
-def _stages(waterfall: Waterfall) -> str:
-    """Draw the strip of stages, and its legend below."""
-    total = waterfall.seconds or 1e-9
-    parts = [f'<text x="0" y="{TOP + 17}" font-weight="600">where it went</text>']
-    strip_x = legend_x = LEFT
-    legend_y = TOP + STAGE_HEIGHT + 18
-    for stage, seconds in waterfall.stages.items():
-        if seconds <= 0:
-            continue
-        width = PLOT_WIDTH * seconds / total
-        label = f"{STAGE_NAMES[stage]} {human_seconds(seconds)}"
-        parts.append(
-            f'<rect class="{stage}" x="{strip_x:.1f}" y="{TOP}" width="{width:.1f}" '
-            f'height="{STAGE_HEIGHT}"><title>{escape(label)}, {seconds / total:.0%}</title></rect>'
-            f'<rect class="{stage}" x="{legend_x:.1f}" y="{legend_y - 9}" width="10" height="10" '
-            f'rx="2"/><text class="num" x="{legend_x + 15:.1f}" y="{legend_y}">'
-            f"{escape(label)}</text>"
-        )
-        strip_x += width
-        legend_x += 37 + CHAR_WIDTH * len(label)
-    return "".join(parts)
-
-
-def _axis(span_s: float, top: float, bottom: float) -> str:
-    parts = []
-    for i in range(6):
-        x, anchor = LEFT + PLOT_WIDTH * i / 5, "end" if i == 5 else "middle"
-        parts.append(
-            f'<line class="rule" x1="{x:.1f}" x2="{x:.1f}" y1="{top:.0f}" y2="{bottom:.0f}"/>'
-            f'<text class="soft num" x="{x:.1f}" y="{bottom + 14:.0f}" text-anchor="{anchor}">'
-            f"{escape(human_seconds(span_s * i / 5))}</text>"
-        )
-    return "".join(parts)
-
-
-def _lane(
-    bars: Sequence[WaterfallBar],
-    rows: Iterable[Iterable[WaterfallBar]],
-    span_s: float,
-    top: float,
-    height: float,
-) -> str:
-    role = "prefill" if bars[0].role == "source" else "decode"
-    parts = [
-        f'<rect class="lane" x="{LEFT}" y="{top:.1f}" width="{PLOT_WIDTH:.1f}" '
-        f'height="{height:.1f}" rx="4"/>'
-        f'<text x="0" y="{top + 15:.1f}" font-weight="600">{escape(bars[0].endpoint[:22])}</text>'
-        f'<text class="soft" x="0" y="{top + 30:.1f}">{role}</text>',
-        *_marks(bars, span_s, top),
-    ]
-    for number, row in enumerate(rows):
-        y = top + LANE_HEAD + number * ROW_HEIGHT
-        for bar in row:
-            x, end = _x(bar.begun_s, span_s), _x(bar.ended_s, span_s)
-            parts.append(
-                f'<rect class="{SPANS[bar.step]}" x="{x:.1f}" y="{y:.1f}" '
-                f'width="{max(1.5, end - x):.1f}" height="{BAR_HEIGHT}" rx="2">'
-                f"<title>{escape(_tooltip(bar))}</title></rect>"
-            )
-    return f"<g>{''.join(parts)}</g>"
-
-
-def _marks(bars: Iterable[WaterfallBar], span_s: float, top: float) -> list[str]:
-    parts, free_from = [], 0.0
-    for bar in bars:
-        if bar.step in SPANS:
-            continue
-        x = _x(bar.ended_s, span_s)
-        parts.append(
-            f'<circle class="mark {bar.step}" cx="{x:.1f}" cy="{top + 7:.1f}" r="3">'
-            f"<title>{escape(_tooltip(bar))}</title></circle>"
-        )
-        width = CHAR_WIDTH * len(bar.step)
-        left = min(x - 2, WIDTH - RIGHT - width)
-        if bar.step in LABELLED and left >= free_from:
-            parts.append(
-                f'<text class="soft" font-size="10" x="{left:.1f}" y="{top + 21:.1f}">'
-                f"{bar.step}</text>"
-            )
-            free_from = left + width + 4
-    return parts
-
-
-def _tooltip(bar: WaterfallBar) -> str:
-    peer = f" {'from' if bar.heard else 'to'} {bar.peer}" if bar.peer else ""
-    took = f"took {human_seconds(bar.ended_s - bar.begun_s)}" if bar.ended_s > bar.begun_s else ""
+def details(bar: WaterfallBar, times: int) -> str:
+    """Return a bar's count, duration, size, transfer mode and detail, as far as it has them."""
+    count = f"×{times}" if times > 1 else ""
+    took = human_seconds(bar.ended_s - bar.begun_s) if bar.step in SPANS else ""
     size = human_bytes(bar.num_bytes) if bar.num_bytes else ""
-    step = f"{human_seconds(bar.ended_s)}: {bar.step}{peer}"
-    return ", ".join(filter(None, (step, took, size, bar.mode, bar.detail)))
+    return " ".join(filter(None, (count, took, size, bar.mode, bar.detail)))
 
 
-def _row(bar: WaterfallBar) -> str:
-    took = human_seconds(bar.ended_s - bar.begun_s) if bar.ended_s > bar.begun_s else ""
-    size = human_bytes(bar.num_bytes) if bar.num_bytes else ""
-    more = f"{bar.mode} {bar.detail}".strip()
-    cells = (human_seconds(bar.begun_s), took, bar.endpoint, str(bar.step), bar.peer, size, more)
-    return f"<tr>{''.join(f'<td>{escape(cell)}' for cell in cells)}</tr>"
+def merged(bars: Sequence[WaterfallBar]) -> list[tuple[WaterfallBar, int]]:
+    """Merge neighbouring bars of one kind; return each with the number of bars in it."""
+    lines = []
+    for _, group in groupby(bars, key=lambda bar: (bar.endpoint, bar.step, bar.peer, bar.mode)):
+        alike = list(group)
+        whole = replace(
+            alike[0],
+            ended_s=max(bar.ended_s for bar in alike),
+            num_bytes=sum(bar.num_bytes for bar in alike),
+            detail=alike[0].detail if len(alike) == 1 else "",
+        )
+        lines.append((whole, len(alike)))
+    return lines

@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 from aiohttp import web
 
-from kvferry.dashboard.drawing import waterfall_svg
+from kvferry.dashboard.drawing import waterfall_html
 from kvferry.telemetry.status import ClusterStatus
 from kvferry.telemetry.waterfall import Waterfall
 
@@ -29,7 +29,7 @@ HEADERS = {
     "'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
+    "Cache-Control": "no-store",
 }
 
 
@@ -56,20 +56,20 @@ class PageRoutes:
         """Return all routes."""
         return [
             web.get(PAGE, self._page),
-            web.get(FILES + "{file}", self._file),
+            web.get(FILES + "{file}", self._page_file),
             web.get(CLUSTER, self._cluster),
             web.get(TRACES + "{room:.+}", self._trace),
             web.get(PLAN, self._plan),
         ]
 
     async def _page(self, request: web.Request) -> web.Response:
-        return _static("index.html", "text/html")
+        return _file("index.html", "text/html")
 
-    async def _file(self, request: web.Request) -> web.Response:
+    async def _page_file(self, request: web.Request) -> web.Response:
         name = request.match_info["file"]
         if name not in KINDS:
             raise web.HTTPNotFound
-        return _static(name, KINDS[name])
+        return _file(name, KINDS[name])
 
     async def _cluster(self, request: web.Request) -> web.Response:
         return _document(await self._source.look())
@@ -81,16 +81,17 @@ class PageRoutes:
             return _not_found(
                 f"no endpoint remembers the room {room:.200}; each keeps only its last rooms"
             )
-        if request.query.get("as") == "svg":
-            return _svg(waterfall_svg(waterfall))
+        if request.query.get("as") == "html":
+            return _response(waterfall_html(waterfall).encode(), "text/html")
         return _document(waterfall)
 
     async def _plan(self, request: web.Request) -> web.Response:
         query = request.query
         try:
-            return _svg(await self._source.plan(query.get("source", ""), query.get("target", "")))
+            plan = await self._source.plan(query.get("source", ""), query.get("target", ""))
         except LookupError as error:
             return _not_found(error.args[0])
+        return _response(plan.encode(), "image/svg+xml")
 
 
 def is_guarded(path: str) -> bool:
@@ -103,23 +104,19 @@ def is_open(path: str) -> bool:
     return path == PAGE or path.startswith(FILES)
 
 
-def _static(name: str, kind: str) -> web.Response:
-    body = files("kvferry.dashboard").joinpath("page", name).read_bytes()
-    return web.Response(body=body, content_type=kind, charset="utf-8", headers=HEADERS)
+def _file(name: str, kind: str) -> web.Response:
+    return _response(files("kvferry.dashboard").joinpath("page", name).read_bytes(), kind)
 
 
-def _svg(text: str) -> web.Response:
-    return web.Response(text=text, content_type="image/svg+xml", headers=HEADERS)
+def _document(content: object, status: int = 200) -> web.Response:
+    return _response(msgspec.json.encode(content), "application/json", status)
 
 
 def _not_found(message: str) -> web.Response:
     return _document({"error": {"code": "not-found", "message": message}}, 404)
 
 
-def _document(content: object, status: int = 200) -> web.Response:
+def _response(body: bytes, kind: str, status: int = 200) -> web.Response:
     return web.Response(
-        body=msgspec.json.encode(content),
-        status=status,
-        content_type="application/json",
-        headers={"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"},
+        body=body, status=status, content_type=kind, charset="utf-8", headers=HEADERS
     )

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from kvferry.endpoint.one_time_result import OneTimeResult
 from kvferry.ids import Room
 from kvferry.protocol.outcome import Done, Failure, Outcome, Status
-from kvferry.telemetry.tags import NO_TAG
+from kvferry.telemetry.steps import NO_TAG
 
 
 class Handle:

@@ -40,7 +40,7 @@ from kvferry.memory.page_tables import PageTableValidator
 from kvferry.memory.pools import Memory, PoolArrays
 from kvferry.protocol.outcome import Status
 from kvferry.security.keys import ClusterKey
-from kvferry.telemetry.endpoint import EndpointTelemetry, LoopSnapshot
+from kvferry.telemetry.endpoint import EndpointTelemetry
 from kvferry.telemetry.metrics import EndpointStats
 from kvferry.telemetry.observer import Observer
 from kvferry.telemetry.status import EndpointStatus, ReportRequest
@@ -204,13 +204,12 @@ class RankEndpoint(ABC, Generic[H]):
         def make() -> EndpointStatus:
             machine, rooms = loop.runner.machine, list(loop.rooms)
             tables = machine.num_quarantined, machine.links.values()
-            return self._telemetry.view(LoopSnapshot(rooms, *tables, loop.clocks.offset), request)
+            return self._telemetry.view(rooms, *tables, loop.clocks.offset, request)
 
         return self._on_loop(make)
 
     def _traces_of(self, rooms: list[Room]) -> Future[list[RoomTrace]]:
-        traces = self._telemetry.traces
-        return self._on_loop(lambda: traces.traces(rooms) if traces else [])
+        return self._on_loop(lambda: self._telemetry.traces.traces(rooms))
 
     def _on_loop(self, make: Callable[[], T]) -> Future[T]:
         """Call ``make`` on the loop thread. The future may be cancelled."""

@@ -30,7 +30,7 @@ from kvferry.plan.cost import LinkCost, LinkCostTable
 from kvferry.protocol.events import Event, Open
 from kvferry.protocol.source import SourceMachine
 from kvferry.security.keys import ClusterKey
-from kvferry.telemetry.tags import RoomTag
+from kvferry.telemetry.steps import RoomTag
 
 # Slots per transfer that a GPU gathers before there are credits for them: one to post with the next
 # credit, and one to fill meanwhile.

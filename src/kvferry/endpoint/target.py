@@ -27,7 +27,7 @@ from kvferry.protocol.events import Event, ReceiveRequest
 from kvferry.protocol.messages import MAX_SLOTS
 from kvferry.protocol.target import TargetMachine
 from kvferry.security.keys import ClusterKey, checked_bind_address
-from kvferry.telemetry.tags import RoomTag
+from kvferry.telemetry.steps import RoomTag
 
 
 class TargetEndpoint(RankEndpoint[Incoming]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TypeVar
 from urllib.parse import quote
 
 import aiohttp
@@ -16,8 +15,6 @@ from kvferry.router.upstream import new_session
 from kvferry.router.worker_pool import Worker, WorkerPool
 from kvferry.telemetry.status import ClusterStatus, WorkerStatus
 from kvferry.telemetry.waterfall import Waterfall
-
-T = TypeVar("T")
 
 # Requests within this time share one answer of the discovery service.
 FRESH_S = 0.5

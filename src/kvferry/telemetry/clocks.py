@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 import msgspec
 
@@ -47,12 +46,6 @@ def better(known: Offset | None, new: Offset) -> Offset:
     return known
 
 
-class _Path(NamedTuple):
-    error_s: float
-    seconds: float
-    endpoint: str
-
-
 def aligned(reference: str, offsets: Mapping[tuple[str, str], Offset]) -> dict[str, Offset]:
     """Return how far each clock is ahead of the reference's, for all that measurements connect.
 
@@ -64,16 +57,13 @@ def aligned(reference: str, offsets: Mapping[tuple[str, str], Offset]) -> dict[s
         edges.setdefault(here, []).append((there, offset.seconds, offset.error_s))
         edges.setdefault(there, []).append((here, -offset.seconds, offset.error_s))
     found: dict[str, Offset] = {}
-    queue = [_Path(0.0, 0.0, reference)]
+    queue = [(0.0, 0.0, reference)]
     while queue:
-        path = heapq.heappop(queue)
-        if path.endpoint in found:
-            continue
-        found[path.endpoint] = Offset(path.seconds, path.error_s)
-        for other, seconds, error_s in edges.get(path.endpoint, ()):
-            if other not in found:
-                step = _Path(path.error_s + error_s, path.seconds + seconds, other)
-                heapq.heappush(queue, step)
+        error_s, seconds, here = heapq.heappop(queue)
+        if here not in found:
+            found[here] = Offset(seconds, error_s)
+            for there, more_s, more_error_s in edges.get(here, ()):
+                heapq.heappush(queue, (error_s + more_error_s, seconds + more_s, there))
     return found
 
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from kvferry.layout.layout import Layout
-from kvferry.telemetry.clocks import Offset
 from kvferry.telemetry.status import (
+    ALIVE,
     MAX_TRACES,
     ClusterStatus,
     EndpointStatus,
@@ -46,7 +46,6 @@ QUERY_TTL_S = 60.0
 MAX_QUERIES = 64
 # Queries for one room within this time share their answers.
 TRACE_FRESH_S = 2.0
-ALIVE = (RankState.UP, RankState.TROUBLED)
 MAX_ROOMS, MAX_SLOW, MAX_FAILURES = 100, 10, 20
 
 
@@ -57,15 +56,14 @@ class _Endpoint:
     report: EndpointStatus
     reported_at: float
     every_s: float
-    layout: Layout | None = None
+    layout: Layout | None
 
     def state(self, now: float) -> RankState:
         silent_s = now - self.reported_at
         if silent_s > GONE_S:
             return RankState.GONE
-        if silent_s > MAX_MISSED * self.every_s + 1.0:
-            return RankState.SILENT
-        return self.report.state
+        is_silent = silent_s > MAX_MISSED * self.every_s + 1.0
+        return RankState.SILENT if is_silent else self.report.state
 
     def is_alive(self, now: float) -> bool:
         return self.state(now) in ALIVE
@@ -85,7 +83,7 @@ class Registered(NamedTuple):
     """An instance in the discovery registry."""
 
     name: str
-    complete: bool
+    # Why the instance is incomplete, or an empty string.
     note: str
     sharding: str
     transport: str
@@ -105,33 +103,25 @@ class ClusterMonitor:
 
     def take(self, report: EndpointStatus, now: float) -> ReportRequest:
         """Store a report; return what the endpoint should report next."""
-        # Before the request is made, because a report answers the previous request.
-        self._collect_traces(report)
         name, known = report.name, self._endpoints.get(report.name)
         is_same = known is not None and known.report.incarnation == report.incarnation
         layout = report.layout or (known.layout if known and is_same else None)
-        request = self._next_request(name, now, needs_layout=layout is None)
-        if known is not None or len(self._endpoints) < MAX_ENDPOINTS:
-            self._endpoints[name] = _Endpoint(report, now, request.every_s, layout)
-        return request
-
-    def _next_request(self, name: str, now: float, *, needs_layout: bool) -> ReportRequest:
-        rooms = [room for room, query in self._queries.items() if name not in query.asked]
-        del rooms[MAX_TRACES:]
-        for room in rooms:
-            self._queries[room].asked.add(name)
-        is_watched = now - self._watched_at < WATCHING_S
-        usual_s = WATCHED_S if is_watched else UNWATCHED_S
+        usual_s = WATCHED_S if now - self._watched_at < WATCHING_S else UNWATCHED_S
         every_s = max(usual_s, len(self._endpoints) / MAX_REPORTS_PER_S)
-        return ReportRequest(every_s=every_s, rooms=tuple(rooms), layout=needs_layout)
-
-    def _collect_traces(self, report: EndpointStatus) -> None:
-        traces = {trace.room: trace for trace in report.traces}
+        if known is not None or len(self._endpoints) < MAX_ENDPOINTS:
+            self._endpoints[name] = _Endpoint(report, now, every_s, layout)
+        for trace in report.traces:
+            if trace.room in self._queries:
+                self._queries[trace.room].traces[name] = trace
+        # A report answers the previous request.
+        unasked: list[str] = []
         for room, query in self._queries.items():
-            if room in traces:
-                query.traces[report.name] = traces[room]
-            if room in traces or report.name in query.asked:
-                query.answered.add(report.name)
+            if name in query.asked:
+                query.answered.add(name)
+            elif len(unasked) < MAX_TRACES:
+                query.asked.add(name)
+                unasked.append(room)
+        return ReportRequest(every_s=every_s, rooms=tuple(unasked), layout=layout is None)
 
     def leave(self, name: str, incarnation: int) -> bool:
         """Remove an endpoint that closes; return whether this incarnation was known."""
@@ -176,18 +166,22 @@ class ClusterMonitor:
             return None
         reports = [known.report for known in self._endpoints.values()]
         days = {report.name: report.wall - report.clock for report in reports}
-        return build_waterfall(list(query.traces.values()), _offsets(reports), days)
+        offsets = {
+            (report.name, link.target if link.source == report.name else link.source): link.offset
+            for report in reports
+            for link in report.links
+            if link.offset is not None
+        }
+        return build_waterfall(list(query.traces.values()), offsets, days)
 
     # ------------------------------------------------------------ status
 
     def layout_of(self, instance: str) -> Layout | None:
         """Return an instance's layout, if any of its ranks has reported it."""
-        layouts = (
-            known.layout
-            for known in self._endpoints.values()
-            if known.report.instance == instance and known.layout is not None
-        )
-        return next(layouts, None)
+        for known in self._endpoints.values():
+            if known.report.instance == instance and known.layout is not None:
+                return known.layout
+        return None
 
     def status(
         self, registered: Iterable[Registered], now: float, wall: float, served_by: str
@@ -196,38 +190,31 @@ class ClusterMonitor:
         self._watched_at = now
         endpoints = list(self._endpoints.values())
         shown = [one for one in endpoints if one.state(now) is not RankState.GONE]
-        rooms = _merge_rooms(shown, now)
-        instances = _instances(endpoints, {one.name: one for one in registered}, now)
+        # Targets last: the last report gives a room's status, and a target knows what has arrived.
+        shown.sort(key=lambda one: one.report.role == "target")
+        rooms = _merge_rooms(
+            (room, now - one.reported_at) for one in shown for room in one.report.rooms
+        )
+        slow = _merge_rooms((room, 0.0) for one in shown for room in one.report.slow)
         links = _links(endpoints, now)
-        slow = _merge_rooms(shown, now, ended=True)
-        alive = [one.report for one in endpoints if one.is_alive(now)]
+        # Every rank of a target ends every room, so rank 0 counts them.
+        counting = (
+            one.report
+            for one in endpoints
+            if one.is_alive(now) and one.report.role == "target" and one.report.rank == 0
+        )
         return ClusterStatus(
             at=wall,
             served_by=served_by,
-            instances=instances,
+            instances=_instances(endpoints, {one.name: one for one in registered}, now),
             links=links,
             rooms=rooms[:MAX_ROOMS],
             slow=slow[:MAX_SLOW],
             failures=_failures(endpoints, now)[:MAX_FAILURES],
             num_open=len(rooms),
             bytes_per_s=sum(link.bytes_per_s for link in links),
-            # Every rank of a target ends every room, so rank 0 counts them.
-            rooms_per_s=sum(
-                one.rooms_per_s for one in alive if one.role == "target" and one.rank == 0
-            ),
+            rooms_per_s=sum(report.rooms_per_s for report in counting),
         )
-
-
-def _offsets(reports: Iterable[EndpointStatus]) -> dict[tuple[str, str], Offset]:
-    return {
-        (report.name, link.target if link.source == report.name else link.source): link.offset
-        for report in reports
-        for link in report.links
-        if link.offset is not None
-    }
-
-
-# ---------------------------------------------------------------- instances
 
 
 def _instances(
@@ -237,7 +224,7 @@ def _instances(
     for one in endpoints:
         by_name.setdefault(one.report.instance, {})[one.report.rank] = one
     merged = [_instance(name, by_name[name], registered.get(name), now) for name in by_name]
-    return tuple(sorted(merged, key=lambda one: (one.role != "source", one.name)))
+    return tuple(sorted(merged, key=lambda one: (one.role, one.name)))
 
 
 def _instance(
@@ -246,30 +233,22 @@ def _instance(
     newest = max(reported.values(), key=lambda one: one.reported_at).report if reported else None
     known = newest or registered
     assert known is not None
-    role = newest.role if newest is not None else "source"
-    ranks = tuple(
-        _rank(rank, reported.get(rank), registered, now) for rank in range(known.num_ranks)
-    )
-    down = [one.rank for one in ranks if one.state not in ALIVE]
-    is_complete = registered is not None and registered.complete
-    ready = not down and (is_complete or role == "target")
+    role = newest.role if newest else "source"
+    ranks = [_rank(rank, reported.get(rank), registered, now) for rank in range(known.num_ranks)]
+    down = [str(one.rank) for one in ranks if one.state not in ALIVE]
+    note = f"no report from rank {', '.join(down[:8])}" if down else ""
     if role == "source" and registered is None:
         note = "no longer registered at the discovery service"
-    elif ready:
-        note = ""
-    elif registered and not is_complete:
+    elif role == "source" and registered and registered.note:
         note = registered.note
-    else:
-        listed = ", ".join(map(str, down[:8])) + (", …" if len(down) > 8 else "")
-        note = f"no report from rank {listed}" if down else "incomplete"
     return InstanceStatus(
         name=name,
         role=role,
         sharding=known.sharding,
         transport=known.transport,
-        ready=ready,
+        ready=not note,
         note=note,
-        ranks=ranks,
+        ranks=tuple(ranks),
     )
 
 
@@ -281,24 +260,14 @@ def _rank(
         if is_registered:
             return RankStatus(rank=rank, note="registered; sends no reports")
         return RankStatus(rank=rank, state=RankState.MISSING, note="not registered")
-    state, silent_s, report = known.state(now), now - known.reported_at, known.report
+    report, state = known.report, known.state(now)
     if state is RankState.SILENT and report.role == "source" and not is_registered:
         # Its lease has ended as well.
         state = RankState.GONE
-    is_alive = state in ALIVE
     fields = {name: getattr(report, name) for name in RankStatus.__struct_fields__}
-    return RankStatus(
-        **fields
-        | {
-            "state": state,
-            "silent_s": silent_s,
-            "note": report.note if is_alive else f"no report for {silent_s:.0f} s",
-            "bytes_per_s": report.bytes_per_s if is_alive else 0.0,
-        }
-    )
-
-
-# ---------------------------------------------------------------- links, rooms, failures
+    if state not in ALIVE:
+        fields |= {"note": f"no report for {now - known.reported_at:.0f} s", "bytes_per_s": 0.0}
+    return RankStatus(**fields | {"state": state})
 
 
 def _links(endpoints: Iterable[_Endpoint], now: float) -> tuple[LinkStatus, ...]:
@@ -308,34 +277,23 @@ def _links(endpoints: Iterable[_Endpoint], now: float) -> tuple[LinkStatus, ...]
     for one in sorted(endpoints, key=lambda one: one.report.role == "source"):
         for link in one.report.links:
             ends = (link.source, link.target)
-            if silent.intersection(ends):
-                rate = 0.0 if one.report.name in silent else link.bytes_per_s
-                link = replace(link, state="silent", bytes_per_s=rate)  # noqa: PLW2901
-            if one.report.role == "source" or ends not in found:
-                found[ends] = link
+            rate = 0.0 if one.report.name in silent else link.bytes_per_s
+            state = "silent" if silent.intersection(ends) else link.state
+            found[ends] = replace(link, state=state, bytes_per_s=rate)
     return tuple(found[ends] for ends in sorted(found))
 
 
-def _merge_rooms(
-    endpoints: Iterable[_Endpoint], now: float, *, ended: bool = False
-) -> tuple[RoomStatus, ...]:
-    """Return each open (or slow, ended) room once, the longest first."""
+def _merge_rooms(rooms: Iterable[tuple[RoomStatus, float]]) -> tuple[RoomStatus, ...]:
+    """Return each room once, the longest first. Each comes with the age of its report."""
     found: dict[str, RoomStatus] = {}
-    for one in endpoints:
-        age_s = 0.0 if ended else now - one.reported_at
-        for room in one.report.slow if ended else one.report.rooms:
-            seconds, known = room.seconds + age_s, found.get(room.room)
-            if known is None:
-                found[room.room] = replace(room, seconds=seconds)
-                continue
-            found[room.room] = replace(
-                known,
-                # The target knows what has arrived.
-                status=room.status if one.report.role == "target" else known.status,
-                seconds=max(seconds, known.seconds),
-                endpoints=known.endpoints + room.endpoints,
-                request=room.request or known.request,
-            )
+    for room, age_s in rooms:
+        known = found.get(room.room) or replace(room, seconds=0.0, endpoints=())
+        found[room.room] = replace(
+            room,
+            seconds=max(room.seconds + age_s, known.seconds),
+            endpoints=known.endpoints + room.endpoints,
+            request=room.request or known.request,
+        )
     return tuple(sorted(found.values(), key=lambda room: -room.seconds))
 
 

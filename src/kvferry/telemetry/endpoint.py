@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
-from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from kvferry.ids import Peer
+from kvferry.plan.choose import TransferMode
 from kvferry.protocol.links import Link
-from kvferry.protocol.outcome import Status
+from kvferry.protocol.outcome import Failure
 from kvferry.telemetry.clocks import Offset
 from kvferry.telemetry.metrics import EndpointMetrics, EndpointStats
 from kvferry.telemetry.observer import ObservedRoom, Observer, combine
 from kvferry.telemetry.spans import ReadTraces, SpanExporter, find_tracer
 from kvferry.telemetry.status import (
-    MAX_FAILURES_SHOWN,
     MAX_LINKS,
     MAX_ROOMS_SHOWN,
     MAX_SLOW_SHOWN,
@@ -30,29 +29,10 @@ from kvferry.telemetry.status import (
     ReportRequest,
     RoomStatus,
 )
-from kvferry.telemetry.traces import EndedRoom, TraceBuffer
+from kvferry.telemetry.traces import RoomRecord, TraceBuffer
 
 # Reports that follow each other faster than this share one measurement of the rates.
 MIN_RATE_WINDOW_S = 0.5
-
-
-class ReportedRoom(ObservedRoom, Protocol):
-    """Fields of an open room's handle that the status shows."""
-
-    status: Status
-
-    @property
-    def num_pages(self) -> int:
-        """Pages held for the room."""
-
-
-class LoopSnapshot(NamedTuple):
-    """Fields of an endpoint's loop that the status shows: rooms, links and peers' clocks."""
-
-    rooms: Collection[ReportedRoom]
-    num_quarantined: int
-    links: Iterable[Link]
-    offset: Callable[[Peer, float], Offset | None]
 
 
 class RateMeter:
@@ -60,28 +40,23 @@ class RateMeter:
 
     def __init__(self) -> None:
         self._at = time.monotonic()
-        self._sent: dict[Peer, dict[str, int]] = {}
+        self._sent: dict[Peer, int] = {}
         self._num_ended = 0
         self.bytes_per_s: dict[Peer, float] = {}
-        self.modes: dict[Peer, str] = {}
         self.rooms_per_s = 0.0
 
-    def update(self, metrics: EndpointMetrics, now: float) -> None:
-        """Measure again, unless the last measurement is too recent."""
+    def update(self, sent: Mapping[Peer, Mapping[TransferMode, int]], num: int, now: float) -> None:
+        """Measure again, unless the last measurement is too recent. ``num`` rooms have ended."""
         elapsed_s = now - self._at
         if elapsed_s < MIN_RATE_WINDOW_S:
             return
-        sent = {peer: {str(k): n for k, n in by.items()} for peer, by in metrics.sent.items()}
-        num_ended = metrics.stats.rooms.total()
-        self.bytes_per_s, self.modes = {}, {}
-        for peer, by_mode in sent.items():
-            before = self._sent.get(peer, {})
-            new = {mode: num - before.get(mode, 0) for mode, num in by_mode.items()}
-            self.bytes_per_s[peer] = max(0, sum(new.values())) / elapsed_s
-            recent = new if any(new.values()) else by_mode
-            self.modes[peer] = max(recent, key=recent.__getitem__)
-        self.rooms_per_s = (num_ended - self._num_ended) / elapsed_s
-        self._at, self._sent, self._num_ended = now, sent, num_ended
+        totals = {peer: sum(by_mode.values()) for peer, by_mode in sent.items()}
+        self.bytes_per_s = {
+            peer: max(0, total - self._sent.get(peer, 0)) / elapsed_s
+            for peer, total in totals.items()
+        }
+        self.rooms_per_s = (num - self._num_ended) / elapsed_s
+        self._at, self._sent, self._num_ended = now, totals, num
 
 
 class EndpointTelemetry:
@@ -103,11 +78,14 @@ class EndpointTelemetry:
     ) -> None:
         self._fixed = fixed
         self.meter = EndpointMetrics(fixed.name, transport, registry) if metrics else None
-        self.traces = TraceBuffer(fixed.name, fixed.role, trace_events) if trace_events else None
+        # Without observing anything, the buffer stays empty.
+        self.traces = TraceBuffer(fixed.name, fixed.role, trace_events)
         tracer = find_tracer() if trace_events else None
         self._spans = SpanExporter(tracer, trace_events) if tracer else None
-        self.observer = combine(self.meter, self.traces, self._spans, own)
+        traces = self.traces if trace_events else None
+        self.observer = combine(self.meter, traces, self._spans, own)
         self.stats = self.meter.stats if self.meter else EndpointStats()
+        self._sent = self.meter.sent if self.meter else {}
         self._rates = RateMeter()
 
     def start(self, read_traces: ReadTraces) -> None:
@@ -125,55 +103,64 @@ class EndpointTelemetry:
         if self.meter:
             self.meter.close()
 
-    def view(self, loop: LoopSnapshot, request: ReportRequest) -> EndpointStatus:
+    def view(
+        self,
+        rooms: Collection[ObservedRoom],
+        num_quarantined: int,
+        links: Iterable[Link],
+        clock_offset: Callable[[Peer, float], Offset | None],
+        request: ReportRequest,
+    ) -> EndpointStatus:
         """Return the endpoint's status. Call on the loop thread."""
         now, stats, fixed = time.monotonic(), self.stats, self._fixed
-        if self.meter:
-            self._rates.update(self.meter, now)
-        troubles = _troubles(stats)
-        status = replace(
+        self._rates.update(self._sent, stats.rooms.total(), now)
+        traces, troubles = self.traces, _troubles(stats)
+        longest = sorted(rooms, key=lambda room: room.begun)[:MAX_ROOMS_SHOWN]
+        return replace(
             fixed,
             clock=now,
             wall=time.time(),
             state=RankState.TROUBLED if troubles else RankState.UP,
             note="; ".join(troubles)[:1024],
-            num_open=len(loop.rooms),
-            num_quarantined=loop.num_quarantined,
+            num_open=len(rooms),
+            num_quarantined=num_quarantined,
             num_done=stats.rooms["done"],
             num_failed=stats.rooms.total() - stats.rooms["done"],
             staging_used_bytes=stats.staging_used_bytes,
-            pages_held=sum(room.num_pages for room in loop.rooms),
+            pages_held=sum(room.num_pages for room in rooms),
             bytes_per_s=sum(self._rates.bytes_per_s.values()),
             rooms_per_s=self._rates.rooms_per_s,
-            links=tuple(self._link(one, loop, now) for one in islice(loop.links, MAX_LINKS)),
-            rooms=self._open_rooms(loop.rooms, now),
+            links=tuple(
+                self._link(one, clock_offset(one.peer, now)) for one in islice(links, MAX_LINKS)
+            ),
+            rooms=tuple(
+                self._room(one, one.status.name.lower(), now - one.begun) for one in longest
+            ),
+            slow=tuple(
+                self._room(one, "ended", one.seconds) for one in traces.slowest(now, MAX_SLOW_SHOWN)
+            ),
+            failures=tuple(
+                self._failure(one, one.failure, now) for one in traces.failures() if one.failure
+            ),
+            traces=tuple(traces.named(request.rooms)[:MAX_TRACES]),
             layout=fixed.layout if request.layout else None,
         )
-        return self._with_traces(status, self.traces, request) if self.traces else status
 
-    def _link(self, link: Link, loop: LoopSnapshot, now: float) -> LinkStatus:
-        me, peer = self._fixed.name, str(link.peer)
+    def _link(self, link: Link, offset: Offset | None) -> LinkStatus:
+        me, peer, sent = self._fixed.name, str(link.peer), self._sent.get(link.peer, {})
         source, target = (me, peer) if self._fixed.role == "source" else (peer, me)
-        sent = self.meter.sent.get(link.peer, {}) if self.meter else {}
         return LinkStatus(
             source=source,
             target=target,
             state=str(link.state),
             transport=self.stats.links.get(peer, ""),
-            mode=self._rates.modes.get(link.peer, ""),
+            mode=str(max(sent, key=sent.__getitem__)) if any(sent.values()) else "",
             bytes_per_s=self._rates.bytes_per_s.get(link.peer, 0.0),
             num_bytes=sum(sent.values()),
-            offset=loop.offset(link.peer, now),
+            offset=offset,
         )
 
-    def _open_rooms(self, rooms: Collection[ReportedRoom], now: float) -> tuple[RoomStatus, ...]:
-        """Return the rooms that have been open longest."""
-        return tuple(
-            self._room(room, room.status.name.lower(), now - room.begun)
-            for room in sorted(rooms, key=lambda room: room.begun)[:MAX_ROOMS_SHOWN]
-        )
-
-    def _room(self, room: ObservedRoom | EndedRoom, status: str, seconds: float) -> RoomStatus:
+    def _room(self, room: ObservedRoom | RoomRecord, status: str, seconds: float) -> RoomStatus:
         return RoomStatus(
             room=str(room.room),
             status=status,
@@ -182,28 +169,14 @@ class EndpointTelemetry:
             request=room.tag.request,
         )
 
-    def _with_traces(
-        self, status: EndpointStatus, traces: TraceBuffer, request: ReportRequest
-    ) -> EndpointStatus:
-        """Add what the trace buffer knows about ended rooms."""
-        slowest = traces.slowest(status.clock, MAX_SLOW_SHOWN)
-        failures = tuple(
-            FailureStatus(
-                room=str(one.room),
-                endpoint=self._fixed.name,
-                ago_s=status.clock - one.at,
-                code=str(one.failure.code),
-                reason=one.failure.message[:1000],
-                request=one.tag.request,
-            )
-            for one in traces.failures()[-MAX_FAILURES_SHOWN:]
-            if one.failure
-        )
-        return replace(
-            status,
-            slow=tuple(self._room(one, "ended", one.seconds) for one in slowest),
-            failures=failures,
-            traces=tuple(traces.named(request.rooms)[:MAX_TRACES]),
+    def _failure(self, room: RoomRecord, failure: Failure, now: float) -> FailureStatus:
+        return FailureStatus(
+            room=str(room.room),
+            endpoint=self._fixed.name,
+            ago_s=now - room.at,
+            code=str(failure.code),
+            reason=failure.message[:1000],
+            request=room.tag.request,
         )
 
 

@@ -16,9 +16,8 @@ from kvferry.plan.choose import TransferMode
 from kvferry.protocol.events import Gather, Write, WriteFate
 from kvferry.protocol.links import Link
 from kvferry.protocol.messages import Envelope
-from kvferry.protocol.outcome import Outcome
-from kvferry.telemetry.steps import StepKind
-from kvferry.telemetry.tags import RoomTag
+from kvferry.protocol.outcome import Outcome, Status
+from kvferry.telemetry.steps import RoomTag, StepKind
 
 
 class ObservedRoom(Protocol):
@@ -26,9 +25,14 @@ class ObservedRoom(Protocol):
 
     room: Room
     tag: RoomTag
+    status: Status
     begun: float
     # When a source's engine pushed its last chunk.
     finished: float | None
+
+    @property
+    def num_pages(self) -> int:
+        """Pages held for the room."""
 
 
 class ObservedWrite(Protocol):

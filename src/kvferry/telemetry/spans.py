@@ -23,7 +23,6 @@ from kvferry.telemetry.observer import ObservedRoom, Observer
 from kvferry.telemetry.steps import RoomTrace, StepKind
 from kvferry.telemetry.waterfall import SPANS, Waterfall, WaterfallBar, build_waterfall
 
-TRACER = "kvferry"
 EXPORT_EVERY_S = 1.0
 VARIABLES = (
     "OTEL_TRACES_EXPORTER",
@@ -60,38 +59,30 @@ def find_tracer(environment: Mapping[str, str] = os.environ) -> Any | None:
         if not hasattr(provider, "add_span_processor"):
             if not spans_requested(environment):
                 return None
-            provider = _otlp_provider()
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import (  # noqa: PLC0415
+                OTLPSpanExporter,
+            )
+            from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
+
+            provider = TracerProvider()
+            provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     except ImportError:
         if spans_requested(environment):
             log.warning("spans-unavailable error=%r", "run pip install 'kvferry[otel]'")
         return None
-    return provider.get_tracer(TRACER)
-
-
-def _otlp_provider() -> Any:
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import (  # noqa: PLC0415
-        OTLPSpanExporter,
-    )
-    from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
-
-    provider = TracerProvider()
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    return provider
+    return provider.get_tracer("kvferry")
 
 
 def child_spans(waterfall: Waterfall) -> Iterator[tuple[str, WaterfallBar]]:
     """Yield the waits, copies and writes of one endpoint's waterfall, with their names."""
-    first = {bar.step: bar for bar in reversed(waterfall.bars)}
+    first = {bar.step: bar.ended_s for bar in reversed(waterfall.bars)}
     for name, since, until in WAITS:
-        if since in first and until in first:
-            begun_s, ended_s = first[since].begun_s, first[until].ended_s
-            if ended_s > begun_s:
-                wait = WaterfallBar("", "", until, begun_s, ended_s)
-                yield f"kvferry.{name}", wait
+        if since in first and first.get(until, 0.0) > first[since]:
+            yield name, WaterfallBar("", "", until, first[since], first[until])
     for bar in waterfall.bars:
         if bar.step in SPANS:
-            yield f"kvferry.{SPANS[bar.step]}", bar
+            yield SPANS[bar.step], bar
 
 
 def export_room(trace: RoomTrace, tracer: Any, day: float) -> None:
@@ -106,30 +97,22 @@ def export_room(trace: RoomTrace, tracer: Any, day: float) -> None:
     def nanoseconds(seconds: float) -> int:
         return int(((waterfall.begun_at or 0.0) + seconds) * 1e9)
 
-    carrier = {"traceparent": trace.traceparent} if trace.traceparent else {}
-    parent = TraceContextTextMapPropagator().extract(carrier)
-    attributes = {"room": trace.room, "endpoint": trace.endpoint, "role": trace.role}
-    if trace.request:
-        attributes["request"] = trace.request
-    room = tracer.start_span(
-        "kvferry.room", parent, start_time=nanoseconds(0), attributes=_named(attributes)
-    )
+    def begin(name: str, parent: Any, at_s: float, **attributes: str | int) -> Any:
+        named = {f"kvferry.{key}": value for key, value in attributes.items() if value}
+        at = nanoseconds(at_s)
+        return tracer.start_span(f"kvferry.{name}", parent, start_time=at, attributes=named)
+
+    parent = TraceContextTextMapPropagator().extract({"traceparent": trace.traceparent})
+    names = {"endpoint": trace.endpoint, "request": trace.request}
+    room = begin("room", parent, 0.0, room=trace.room, role=trace.role, **names)
     below = otel.set_span_in_context(room)
     for name, bar in child_spans(waterfall):
-        details: dict[str, str | int] = {"peer": bar.peer} if bar.peer else {}
-        if bar.num_bytes:
-            details |= {"bytes": bar.num_bytes, "mode": bar.mode}
-        span = tracer.start_span(
-            name, below, start_time=nanoseconds(bar.begun_s), attributes=_named(details)
-        )
+        about = {"peer": bar.peer, "mode": bar.mode}
+        span = begin(name, below, bar.begun_s, bytes=bar.num_bytes, **about)
         span.end(nanoseconds(bar.ended_s))
     if waterfall.failure:
         room.set_status(otel.Status(otel.StatusCode.ERROR, waterfall.failure))
-    room.end(nanoseconds(max(bar.ended_s for bar in waterfall.bars)))
-
-
-def _named(attributes: Mapping[str, str | int]) -> dict[str, str | int]:
-    return {f"kvferry.{name}": value for name, value in attributes.items()}
+    room.end(nanoseconds(waterfall.span_s))
 
 
 class SpanExporter(Observer):

@@ -37,13 +37,16 @@ class RankState(StrEnum):
     MISSING = "missing"
 
 
+# States of ranks that report.
+ALIVE = (RankState.UP, RankState.TROUBLED)
+
+
 class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Counters and state of one rank. Rates are means over the last few seconds."""
 
     rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
     state: RankState = RankState.UP
     note: Text = ""
-    silent_s: float | None = None
     num_open: Count = 0
     num_quarantined: Count = 0
     num_done: Count = 0
@@ -57,7 +60,7 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One link between a source and a target. ``mode`` carried most of the recent bytes.
+    """One link between a source and a target. ``mode`` has carried most of its bytes.
 
     ``offset`` is how far the peer's clock is ahead of the reporting endpoint's.
     """
@@ -68,7 +71,7 @@ class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
     transport: Text = ""
     mode: Text = ""
     bytes_per_s: float = 0.0
-    num_bytes: Annotated[int, Meta(ge=0, le=1 << 62)] = msgspec.field(default=0, name="bytes")
+    num_bytes: Count = msgspec.field(default=0, name="bytes")
     offset: Offset | None = None
 
 

@@ -1,4 +1,4 @@
-"""Steps of a room as one endpoint recorded them. Values only.
+"""Steps of a room as one endpoint recorded them, and the room's tag. Values only.
 
 Times are seconds of the recording endpoint's monotonic clock; ``clocks`` converts between clocks.
 """
@@ -6,14 +6,40 @@ Times are seconds of the recording endpoint's monotonic clock; ``clocks`` conver
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
+from kvferry.errors import InputError
+
 MAX_TRACE_EVENTS = 256
+MAX_TAG = 512
 
 Text = Annotated[str, Meta(max_length=1024)]
+
+
+class RoomTag(NamedTuple):
+    """The engine's request id and the W3C ``traceparent`` of its trace, for logs and traces."""
+
+    request: str = ""
+    traceparent: str = ""
+
+    @staticmethod
+    def of(request: str, traceparent: str) -> RoomTag:
+        """Return a tag; raise ``InputError`` unless both are short text that UTF-8 can encode."""
+        for text in (request, traceparent):
+            # Only lone surrogates are lost here.
+            is_text = isinstance(text, str) and text == text.encode(errors="ignore").decode()
+            if not is_text or len(text) > MAX_TAG:
+                raise InputError(
+                    f"request and traceparent must be strings of at most {MAX_TAG} characters, "
+                    f"not {text!r:.300}"
+                )
+        return RoomTag(request, traceparent) if request or traceparent else NO_TAG
+
+
+NO_TAG = RoomTag()
 
 
 class StepKind(StrEnum):
@@ -69,7 +95,3 @@ class RoomTrace(msgspec.Struct, frozen=True):
     request: Text = ""
     traceparent: Text = ""
     left_out: int = 0
-
-    def times(self, *kinds: StepKind) -> list[float]:
-        """Return when steps of these kinds ended."""
-        return [one.at for one in self.steps if one.step in kinds]

@@ -14,52 +14,46 @@ from dataclasses import dataclass
 from heapq import nlargest
 from itertools import chain
 from math import inf
+from operator import attrgetter
 from time import monotonic
 from typing import Any
-
-import msgspec
 
 from kvferry.ids import MAX_ID, Peer, Room
 from kvferry.layout.intervals import Span
 from kvferry.plan.choose import TransferMode
-from kvferry.protocol.messages import (
-    Abort,
-    Accept,
-    Arrived,
-    Close,
-    Complete,
-    Drained,
-    Envelope,
-    Grant,
-    Offer,
-    RoomMessage,
-    StatusPoll,
-    Want,
-)
+from kvferry.protocol import messages
+from kvferry.protocol.messages import Envelope, RoomMessage
 from kvferry.protocol.outcome import Failure, Outcome
 from kvferry.telemetry.observer import ObservedRoom, ObservedWrite, Observer
-from kvferry.telemetry.steps import MAX_TRACE_EVENTS, RoomTrace, StepKind, TraceStep
-from kvferry.telemetry.tags import RoomTag
+from kvferry.telemetry.status import MAX_FAILURES_SHOWN
+from kvferry.telemetry.steps import (
+    MAX_TRACE_EVENTS,
+    NO_TAG,
+    RoomTag,
+    RoomTrace,
+    StepKind,
+    TraceStep,
+)
 
 # Strings, because enum members are slower to look up and to encode.
 MESSAGES: dict[type[RoomMessage], str] = {
-    Offer: StepKind.OFFERED.value,
-    Accept: StepKind.ACCEPTED.value,
-    Want: StepKind.WANTED.value,
-    Grant: StepKind.GRANTED.value,
-    Arrived: StepKind.ARRIVED.value,
-    StatusPoll: StepKind.STATUS_POLLED.value,
-    Close: StepKind.CLOSED.value,
-    Complete: StepKind.COMPLETED.value,
-    Abort: StepKind.ABORTED.value,
-    Drained: StepKind.DRAINED.value,
+    messages.Offer: StepKind.OFFERED.value,
+    messages.Accept: StepKind.ACCEPTED.value,
+    messages.Want: StepKind.WANTED.value,
+    messages.Grant: StepKind.GRANTED.value,
+    messages.Arrived: StepKind.ARRIVED.value,
+    messages.StatusPoll: StepKind.STATUS_POLLED.value,
+    messages.Close: StepKind.CLOSED.value,
+    messages.Complete: StepKind.COMPLETED.value,
+    messages.Abort: StepKind.ABORTED.value,
+    messages.Drained: StepKind.DRAINED.value,
 }
 WRITTEN, DONE, FAILED = StepKind.WRITTEN.value, StepKind.DONE.value, StepKind.FAILED.value
 RELEASED = StepKind.RELEASED
 COPY_MODES = {StepKind.GATHERED: str(TransferMode.STAGED), StepKind.SCATTERED: ""}
 LAST_STEPS = (DONE, FAILED, RELEASED)
+SECONDS = attrgetter("seconds")
 
-MAX_FAILURES = 16
 # The slowest rooms are kept per period, so that one busy second cannot displace all others.
 SLOW_S, PERIOD_S, SLOW_PER_PERIOD = 300.0, 30.0, 8
 # Entries of a step in a room's list: time, kind, peer, and the rest by kind.
@@ -67,40 +61,36 @@ WIDTH = 4
 HALF = MAX_TRACE_EVENTS // 2 * WIDTH
 
 
-class EndedRoom(msgspec.Struct, frozen=True):
-    """Facts of an ended room's handle, and its outcome."""
+@dataclass(slots=True, eq=False)
+class RoomRecord:
+    """Steps of one attempt at a room, flat: ``WIDTH`` entries per step.
+
+    ``handle`` is set while the room is open. A record may begin earlier, with a peer's offer. The
+    end copies the handle's facts, so that the record does not keep its pages.
+    """
 
     room: Room
-    tag: RoomTag
-    begun: float
-    finished: float | None
-    at: float
-    failure: Failure | None
+    steps: list[Any]
+    handle: ObservedRoom | None = None
+    tag: RoomTag = NO_TAG
+    begun: float = 0.0
+    finished: float | None = None
+    # When the room ended.
+    at: float = inf
+    failure: Failure | None = None
+    left_out: int = 0
+    # Steps that count towards the limit of ended rooms.
+    num_counted: int = 0
 
     @property
     def seconds(self) -> float:
         """Seconds from opening to the end."""
         return self.at - self.begun
 
-
-@dataclass(slots=True, eq=False)
-class RoomRecord:
-    """Steps of one attempt at a room, flat: ``WIDTH`` entries per step.
-
-    ``facts`` is the room's handle while it is open, and None before the engine opens it here: a
-    peer's offer may come first.
-    """
-
-    facts: ObservedRoom | EndedRoom | None
-    steps: list[Any]
-    left_out: int = 0
-    # Steps that count towards the limit of ended rooms.
-    num_counted: int = 0
-
-    def steps_after_end(self) -> list[Any]:
-        """Return the steps after the room's end; they belong to the next use of its id."""
-        last = [i for i, kind in enumerate(self.steps[1::WIDTH], 1) if kind in LAST_STEPS]
-        return self.steps[max(last, default=0) * WIDTH :]
+    @property
+    def was_opened(self) -> bool:
+        """Whether the engine has opened the room here."""
+        return self.handle is not None or self.at < inf
 
 
 class TraceBuffer(Observer):
@@ -117,13 +107,13 @@ class TraceBuffer(Observer):
         self._records: dict[Room, RoomRecord] = {}
         # Rooms that only peers have named so far, oldest first.
         self._unopened: dict[Room, RoomRecord] = {}
-        self._ring: deque[tuple[Room, RoomRecord]] = deque()
+        self._ring: deque[RoomRecord] = deque()
         self._num_steps = 0
         # The slowest rooms by the period in which they ended, the slowest last.
-        self._slow: dict[float, list[tuple[EndedRoom, RoomRecord]]] = {}
+        self._slow: dict[float, list[RoomRecord]] = {}
         # A room as fast as this that ends before that time is not among the slowest.
         self._slow_limit_s, self._period_end = -inf, -inf
-        self._failed: deque[tuple[EndedRoom, RoomRecord]] = deque(maxlen=MAX_FAILURES)
+        self._failed: deque[RoomRecord] = deque(maxlen=MAX_FAILURES_SHOWN)
 
     # ------------------------------------------------------------ events
 
@@ -151,7 +141,7 @@ class TraceBuffer(Observer):
         """Record a push or a release."""
         record = self._record(room, self._clock(), kind, None, tokens)
         if kind is RELEASED and record is not None and not record.num_counted:
-            self._add_to_ring(room, record)
+            self._add_to_ring(record)
 
     def write(self, job: ObservedWrite, at: float) -> None:
         """Record a write that succeeded."""
@@ -176,7 +166,7 @@ class TraceBuffer(Observer):
 
     def _add_unopened(self, room: Room) -> RoomRecord:
         """Start the record of a room that a peer names before the engine opens it here."""
-        record = self._records[room] = self._unopened[room] = RoomRecord(None, [])
+        record = self._records[room] = self._unopened[room] = RoomRecord(room, [])
         if len(self._unopened) > self._max_steps:
             oldest = next(iter(self._unopened))
             del self._unopened[oldest], self._records[oldest]
@@ -185,67 +175,69 @@ class TraceBuffer(Observer):
     def room_opened(self, room: ObservedRoom) -> None:
         """Start a record, with the steps that peers have caused before."""
         record = self._records.get(room.room)
-        if record is None or record.facts is not None:
-            # Ids may be used again.
-            steps = [] if record is None else record.steps_after_end()
-            self._records[room.room] = RoomRecord(room, steps)
+        if record is None:
+            self._records[room.room] = RoomRecord(room.room, [], room)
+        elif record.was_opened:
+            # The id is used again. Steps after the end of its last use belong to the new one.
+            kinds = enumerate(record.steps[1::WIDTH], 1)
+            after = max((i for i, kind in kinds if kind in LAST_STEPS), default=0)
+            self._records[room.room] = RoomRecord(room.room, record.steps[after * WIDTH :], room)
         else:
-            record.facts = room
+            record.handle = room
             del self._unopened[room.room]
 
     def room_ended(self, room: ObservedRoom, outcome: Outcome) -> None:
         """Record the end. A failed room joins the ring when its memory is released."""
-        name, now = room.room, self._clock()
-        record = self._records.get(name)
+        now, record = self._clock(), self._records.get(room.room)
         if record is None:
             return
-        begun, failure = room.begun, outcome if isinstance(outcome, Failure) else None
-        ended = record.facts = EndedRoom(name, room.tag, begun, room.finished, now, failure)
-        if failure is not None:
-            reason = f"{failure.code}: {failure.message}"[:1000].encode(errors="replace").decode()
+        record.handle, record.tag, record.finished = None, room.tag, room.finished
+        record.begun, record.at = room.begun, now
+        if isinstance(outcome, Failure):
+            record.failure = outcome
+            reason = f"{outcome.code}: {outcome.message}"[:1000].encode(errors="replace").decode()
             record.steps += (now, FAILED, None, reason)
-            self._failed.append((ended, record))
+            self._failed.append(record)
         else:
             record.steps += (now, DONE, None, None)
-            self._add_to_ring(name, record)
-        if now - begun > self._slow_limit_s or now >= self._period_end:
-            self._add_slow(ended, record)
+            self._add_to_ring(record)
+        if now - room.begun > self._slow_limit_s or now >= self._period_end:
+            self._add_slow(record, now)
 
-    def _add_to_ring(self, room: Room, record: RoomRecord) -> None:
+    def _add_to_ring(self, record: RoomRecord) -> None:
         """Count an ended room's steps, and drop the oldest rooms beyond the limit."""
         record.num_counted = len(record.steps) // WIDTH
         self._num_steps += record.num_counted
-        ring = self._ring
-        ring.append((room, record))
+        self._ring.append(record)
         while self._num_steps > self._max_steps:
-            oldest, record = ring.popleft()
-            self._num_steps -= record.num_counted
-            if self._records.get(oldest) is record:
-                del self._records[oldest]
+            oldest = self._ring.popleft()
+            self._num_steps -= oldest.num_counted
+            if self._records.get(oldest.room) is oldest:
+                del self._records[oldest.room]
 
-    def _add_slow(self, ended: EndedRoom, record: RoomRecord) -> None:
+    def _add_slow(self, record: RoomRecord, now: float) -> None:
         """Add a room to the slowest of its period, and drop old periods."""
-        period = ended.at // PERIOD_S
-        if ended.at >= self._period_end:
+        period = now // PERIOD_S
+        if now >= self._period_end:
             since = period - SLOW_S // PERIOD_S
             self._slow = {each: rooms for each, rooms in self._slow.items() if each >= since}
             self._slow[period], self._period_end = [], (period + 1) * PERIOD_S
         rooms = self._slow[period]
-        insort(rooms, (ended, record), key=_seconds)
+        insort(rooms, record, key=SECONDS)
         del rooms[:-SLOW_PER_PERIOD]
-        self._slow_limit_s = rooms[0][0].seconds if len(rooms) == SLOW_PER_PERIOD else -inf
+        self._slow_limit_s = rooms[0].seconds if len(rooms) == SLOW_PER_PERIOD else -inf
 
     # ------------------------------------------------------------ reading
 
-    def slowest(self, now: float, num: int) -> list[EndedRoom]:
+    def slowest(self, now: float, num: int) -> list[RoomRecord]:
         """Return the slowest rooms of the last ``SLOW_S`` seconds, the slowest first."""
         since = (now - SLOW_S) // PERIOD_S
         recent = (rooms for period, rooms in self._slow.items() if period >= since)
-        return [one for one, _ in nlargest(num, chain.from_iterable(recent), key=_seconds)]
+        return nlargest(num, chain.from_iterable(recent), key=SECONDS)
 
-    def failures(self) -> list[EndedRoom]:
+    def failures(self) -> list[RoomRecord]:
         """Return the last failed rooms, the latest last."""
-        return [ended for ended, _ in self._failed]
+        return list(self._failed)
 
     def named(self, names: Iterable[str]) -> list[RoomTrace]:
         """Return the traces of rooms by name. "7" means the room 7 as well as the room "7"."""
@@ -262,15 +254,13 @@ class TraceBuffer(Observer):
 
     def _find(self, room: Room) -> RoomRecord | None:
         found = self._records.get(room)
-        if found is not None and found.facts is not None:
+        if found is not None and found.was_opened:
             return found
         kept = chain(self._failed, *self._slow.values())
-        ended = [one for one in kept if one[0].room == room]
-        return max(ended, key=lambda one: one[0].at)[1] if ended else None
+        return max((one for one in kept if one.room == room), key=attrgetter("at"), default=None)
 
     def _trace(self, record: RoomRecord) -> RoomTrace:
-        facts = record.facts
-        assert facts is not None
+        facts = record.handle or record
         first = StepKind.OPENED if self._role == "source" else StepKind.ASKED
         steps = [facts.begun, first, None, None, *record.steps]
         if facts.finished is not None:
@@ -283,16 +273,12 @@ class TraceBuffer(Observer):
         return RoomTrace(
             endpoint=self._endpoint,
             role=self._role,
-            room=str(facts.room),
+            room=str(record.room),
             steps=tuple(sorted(shown, key=lambda step: step.at)),
             request=facts.tag.request,
             traceparent=facts.tag.traceparent,
             left_out=record.left_out + excess,
         )
-
-
-def _seconds(ended: tuple[EndedRoom, RoomRecord]) -> float:
-    return ended[0].seconds
 
 
 def _drop_middle(record: RoomRecord) -> None:

@@ -1,13 +1,6 @@
 """A room's waterfall: traces of all its endpoints on one clock, and where the time went. Pure.
 
-Each instant of a room belongs to exactly one stage, so the stages add up to the room's time:
-
-    prefill   an engine still computes, or has not begun
-    pages     computing is over, and a target has not offered its pages yet
-    wire      a write is in flight
-    gather    no write is in flight, and a copy into a staging slot runs
-    scatter   neither, and a copy out of a staging slot runs
-    control   the rest: messages, thread switches, waits for credits
+Each instant of a room belongs to exactly one stage, so the stages add up to the room's time.
 """
 
 from __future__ import annotations
@@ -25,21 +18,20 @@ from kvferry.telemetry.steps import RoomTrace, StepKind
 class RoomStage(StrEnum):
     """Stage that an instant of a room belongs to."""
 
-    PREFILL = "prefill"
-    PAGES = "pages"
-    WIRE = "wire"
-    GATHER = "gather"
-    SCATTER = "scatter"
-    CONTROL = "control"
+    PREFILL = "prefill"  # an engine still computes, or has not begun
+    PAGES = "pages"  # computing is over, and a target has not offered its pages yet
+    WIRE = "wire"  # a write is in flight
+    GATHER = "gather"  # no write is in flight, and a copy into a staging slot runs
+    SCATTER = "scatter"  # neither, and a copy out of a staging slot runs
+    CONTROL = "control"  # the rest: messages, thread switches, waits for credits
 
 
+# Where several overlap, the first of these gets the time.
 SPANS = {
-    StepKind.GATHERED: RoomStage.GATHER,
     StepKind.WRITTEN: RoomStage.WIRE,
+    StepKind.GATHERED: RoomStage.GATHER,
     StepKind.SCATTERED: RoomStage.SCATTER,
 }
-# Where several overlap, the first of these gets the time.
-PRIORITY = (RoomStage.WIRE, RoomStage.GATHER, RoomStage.SCATTER)
 ENDS = (StepKind.DONE, StepKind.FAILED)
 
 
@@ -90,6 +82,11 @@ class Waterfall(msgspec.Struct, frozen=True):
         """The stage that took most."""
         return max(self.stages, key=lambda stage: self.stages[stage])
 
+    @property
+    def span_s(self) -> float:
+        """Seconds from the first step to the last, including steps after the outcome."""
+        return max(bar.ended_s for bar in self.bars)
+
 
 def build_waterfall(
     traces: Sequence[RoomTrace],
@@ -102,7 +99,7 @@ def build_waterfall(
     """
     offsets = offsets or {}
     traces = [trace for trace in traces if trace.steps]
-    names = [trace.endpoint for trace in traces]
+    names = sorted(trace.endpoint for trace in traces)
     targets = [trace.endpoint for trace in traces if trace.role == "target"]
     reference = best_reference(targets or names, offsets)
     ahead = aligned(reference, offsets)
@@ -111,12 +108,15 @@ def build_waterfall(
     begun = min(step.begun - shifts[trace.endpoint] for trace in traces for step in trace.steps)
     bars = [bar for trace in traces for bar in _bars(trace, begun + shifts[trace.endpoint])]
     bars.sort(key=lambda bar: (bar.begun_s, bar.ended_s))
-    ended_s = _end_of(bars)
+    # The outcome is known when the last target's engine was told. What follows is cleaning up.
+    ends = [bar for bar in bars if bar.step in ENDS]
+    last = [bar for bar in ends if bar.role == "target"] or ends or bars
+    ended_s = max(bar.ended_s for bar in last)
     failed = [bar for bar in bars if bar.step is StepKind.FAILED]
     day = (days or {}).get(reference)
     return Waterfall(
         room=traces[0].room,
-        outcome="failed" if failed else "done" if any(b.step in ENDS for b in bars) else "open",
+        outcome="failed" if failed else "done" if ends else "open",
         # The first endpoint that failed knows the cause; the others were told.
         failure=min(failed, key=lambda bar: bar.ended_s).detail if failed else "",
         seconds=ended_s,
@@ -124,8 +124,7 @@ def build_waterfall(
         bars=tuple(bars),
         clock=reference,
         clocks=tuple(
-            ClockError(name, ahead[name].error_s if name in ahead else None)
-            for name in sorted(names)
+            ClockError(name, ahead[name].error_s if name in ahead else None) for name in names
         ),
         request=next((trace.request for trace in traces if trace.request), ""),
         traceparent=next((trace.traceparent for trace in traces if trace.traceparent), ""),
@@ -137,9 +136,9 @@ def build_waterfall(
 def _bars(trace: RoomTrace, begun: float) -> list[WaterfallBar]:
     return [
         WaterfallBar(
-            endpoint=trace.endpoint,
-            role=trace.role,
-            step=step.step,
+            trace.endpoint,
+            trace.role,
+            step.step,
             begun_s=step.begun - begun,
             ended_s=step.at - begun,
             peer=step.peer,
@@ -150,13 +149,6 @@ def _bars(trace: RoomTrace, begun: float) -> list[WaterfallBar]:
         )
         for step in trace.steps
     ]
-
-
-def _end_of(bars: Iterable[WaterfallBar]) -> float:
-    """Return when the last target's engine was told; what follows is only cleaning up."""
-    ends = [bar for bar in bars if bar.step in ENDS]
-    targets = [bar for bar in ends if bar.role == "target"]
-    return max(bar.ended_s for bar in targets or ends or bars)
 
 
 def _stages(bars: Sequence[WaterfallBar], ended_s: float) -> dict[RoomStage, float]:
@@ -175,7 +167,7 @@ def _stages(bars: Sequence[WaterfallBar], ended_s: float) -> dict[RoomStage, flo
         elif middle < offered:
             stage = RoomStage.PAGES
         else:
-            stage = next((stage for stage in PRIORITY if stage in active), RoomStage.CONTROL)
+            stage = next((stage for stage in SPANS.values() if stage in active), RoomStage.CONTROL)
         took[stage] += last - first
     return took
 

@@ -133,10 +133,10 @@ def test_waterfall_and_plan_open_and_close_with_the_keyboard(page: Any) -> None:
         page.keyboard.press("Enter")
         for _ in range(60):
             scene.tell()
-            if page.locator("#picture svg.wf").count():
+            if page.locator("#picture .wf").count():
                 break
-        page.locator("#picture svg.wf").wait_for()
-        assert "done after" in page.locator("#facts").inner_text()
+        page.locator("#picture .wf").wait_for()
+        assert "done after" in page.locator("#picture").inner_text()
         page.keyboard.press("Escape")
         assert not page.evaluate("document.getElementById('detail').open")
         page.locator("#links button").first.focus()

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from rich.markup import escape
+from rich.table import Table
 
 from kvferry.cli.files import write_text
 from kvferry.cli.parsing import given, whole
-from kvferry.cli.printing import print_document
+from kvferry.cli.printing import console, print_document
 from kvferry.cli.status_flags import add_status_flags, status_client
+from kvferry.dashboard.client import UnknownRoom
+from kvferry.dashboard.drawing import STAGE_NAMES, details, facts_of, merged, waterfall_page
 from kvferry.errors import InputError
+from kvferry.plan.units import human_seconds
+from kvferry.telemetry.waterfall import SPANS, RoomStage, Waterfall, WaterfallBar
 
 MAX_SLOW = 10
+BAR_CELLS = 40
 EXAMPLE = """example:
   kvferry trace 7131865401186524032                    the waterfall of that room
   kvferry trace 7131865401186524032 --html room.html   the same as a web page
@@ -47,16 +55,13 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     if args.slow:
         return _print_slow(args)
-    from kvferry.cli.trace.output import print_waterfall  # noqa: PLC0415 - only needed here
-    from kvferry.dashboard.drawing import waterfall_page  # noqa: PLC0415
-
     waterfall = status_client(args).trace(args.room)
     if given("--html", args.html):
         write_text(args.html, waterfall_page(waterfall))
     if args.json:
         print_document(msgspec.to_builtins(waterfall))
     else:
-        print_waterfall(waterfall)
+        _print_waterfall(waterfall)
     return 0
 
 
@@ -72,9 +77,6 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _print_slow(args: argparse.Namespace) -> int:
-    from kvferry.cli.trace.output import print_slow  # noqa: PLC0415 - only needed here
-    from kvferry.dashboard.client import UnknownRoom  # noqa: PLC0415
-
     num = whole("--num")(args.num) if given("--num", args.num) else 5
     client = status_client(args)
     waterfalls = []
@@ -88,5 +90,48 @@ def _print_slow(args: argparse.Namespace) -> int:
     if args.json:
         print_document({"rooms": [msgspec.to_builtins(one) for one in waterfalls]})
     else:
-        print_slow(waterfalls)
+        _print_table(waterfalls)
     return 0
+
+
+def _print_waterfall(waterfall: Waterfall) -> None:
+    """Print facts and steps, with time running to the right."""
+    out = console()
+    out.print(f"[bold]room {escape(waterfall.room)}[/]")
+    for name, value in facts_of(waterfall):
+        out.print(f"  [dim]{name:<13}[/] {escape(value)}", soft_wrap=True)
+    table = Table("after", "endpoint", "step", "peer", box=None, padding=(0, 1, 0, 0))
+    table.add_column(width=BAR_CELLS, no_wrap=True)
+    table.add_column(no_wrap=True)
+    for bar, times in merged(waterfall.bars):
+        table.add_row(
+            human_seconds(bar.begun_s),
+            escape(bar.endpoint),
+            bar.step,
+            escape(bar.peer),
+            _timeline(bar, waterfall.span_s or 1e-9),
+            escape(details(bar, times)),
+        )
+    out.print(table)
+
+
+def _timeline(bar: WaterfallBar, span_s: float) -> str:
+    begin = min(BAR_CELLS - 1, int(BAR_CELLS * bar.begun_s / span_s))
+    end = min(BAR_CELLS, max(begin + 1, round(BAR_CELLS * bar.ended_s / span_s)))
+    return " " * begin + ("█" * (end - begin) if bar.step in SPANS else "·")
+
+
+def _print_table(waterfalls: Sequence[Waterfall]) -> None:
+    """Print one line per room: how long it took, and the time of each stage."""
+    out = console()
+    if not waterfalls:
+        out.print("no room has ended in the last 5 minutes")
+        return
+    stages = [STAGE_NAMES[stage] for stage in RoomStage]
+    table = Table("room", "took", *stages, "outcome", "request", box=None)
+    table.columns[0].no_wrap = True
+    for one in waterfalls:
+        times = [human_seconds(one.stages[stage]) for stage in RoomStage]
+        row = (one.room, human_seconds(one.seconds), *times, one.outcome, escape(one.request))
+        table.add_row(*row)
+    out.print(table)

@@ -275,30 +275,18 @@
     const response = await ask(path);
     const body = await response.text();
     if (!response.ok) { $("picture").replaceChildren(element("p", "none", message(body))); return; }
-    const picture = new DOMParser().parseFromString(body, "image/svg+xml").documentElement;
-    $("picture").replaceChildren(document.importNode(picture, true));
+    const kind = response.headers.get("Content-Type").split(";")[0];
+    const picture = new DOMParser().parseFromString(body, kind);
+    $("picture").replaceChildren(document.importNode(picture.querySelector(".wf, svg"), true));
   }
   async function showPlan(pair) {
     showDetail(`${pair.source} → ${pair.target}`, [["transport", pair.transport], ["mode", pair.mode || "nothing sent yet"], ["links", `${pair.up} of ${pair.links} up`],
       ["now", rate(pair.rate)], ["total", bytes(pair.bytes)]], "Drawing the plan…");
     await putPicture(`kvferry/plan?source=${encodeURIComponent(pair.source)}&target=${encodeURIComponent(pair.target)}`);
   }
-  const STAGES = { prefill: "prefill", pages: "wait for pages", wire: "wire", gather: "gather", scatter: "scatter", control: "control" };
   async function showTrace(room) {
     showDetail(`Room ${room}`, [], "Collecting the trace from every endpoint…");
-    const where = `kvferry/traces/${encodeURIComponent(room)}`;
-    const response = await ask(where);
-    const body = await response.text();
-    if (!response.ok) { showDetail(`Room ${room}`, [], message(body)); return; }
-    const trace = JSON.parse(body);
-    const [worst, took] = Object.entries(trace.stages).sort((a, b) => b[1] - a[1])[0];
-    const errors = trace.clocks.filter((one) => one.endpoint !== trace.clock).map((one) => one.error_s);
-    const facts = [["outcome", `${trace.outcome} after ${seconds(trace.seconds)}`], ["longest stage", `${STAGES[worst]}, ${seconds(took)}`]];
-    if (trace.failure) facts.push(["reason", trace.failure]);
-    if (trace.request) facts.push(["request", trace.request]);
-    facts.push(["clocks", `times are ${trace.clock}'s; ${errors.some((e) => e === null) ? "some others were not measured" : errors.length ? `others within ${seconds(Math.max(...errors))}` : "no other"}`]);
-    showDetail(`Room ${room}`, facts, "Drawing…");
-    await putPicture(`${where}?as=svg`);
+    await putPicture(`kvferry/traces/${encodeURIComponent(room)}?as=html`);
   }
   function message(body) { try { return JSON.parse(body).error.message; } catch { return "Not available at the moment."; } }
 

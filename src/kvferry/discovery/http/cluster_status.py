@@ -87,7 +87,6 @@ def registered(registry: InstanceRegistry) -> list[Registered]:
     return [
         Registered(
             name=one.name,
-            complete=one.complete,
             note="" if one.complete else one.note,
             sharding=one.layout,
             transport=one.transport,

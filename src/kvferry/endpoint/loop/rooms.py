@@ -16,8 +16,7 @@ from kvferry.protocol.events import Event, Received, Tick
 from kvferry.protocol.outcome import Failure, FailureCode, Outcome, Status
 from kvferry.telemetry.logs.context import about
 from kvferry.telemetry.observer import Observer
-from kvferry.telemetry.steps import StepKind
-from kvferry.telemetry.tags import NO_TAG
+from kvferry.telemetry.steps import NO_TAG, StepKind
 
 log = logging.getLogger("kvferry.endpoint")
 

@@ -39,8 +39,7 @@ from kvferry.protocol.events import (
 )
 from kvferry.telemetry.logs.context import about
 from kvferry.telemetry.observer import Observer
-from kvferry.telemetry.steps import StepKind
-from kvferry.telemetry.tags import NO_TAG
+from kvferry.telemetry.steps import NO_TAG, StepKind
 from kvferry.transports.base import Transport
 
 log = logging.getLogger("kvferry.endpoint")
