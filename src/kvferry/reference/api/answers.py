@@ -7,10 +7,9 @@ from typing import Any
 
 import msgspec
 
-from kvferry.reference.api.bodies import Ask
 from kvferry.reference.engine.requests import Sample
 from kvferry.reference.models.tokenizer import Tokenizer
-from kvferry.reference.worker.jobs import AnswerPiece, TransferAccount
+from kvferry.reference.worker.jobs import AnswerPiece, Ask, TransferAccount
 
 Document = dict[str, Any]
 

@@ -18,7 +18,7 @@ from kvferry import InputError
 from kvferry.http.api_errors import ApiError, invalid
 from kvferry.reference.engine.requests import EngineRequest, EngineRole, Sampling
 from kvferry.reference.models.tokenizer import Tokenizer
-from kvferry.reference.worker.jobs import Ticket
+from kvferry.reference.worker.jobs import Ask, Ticket
 
 COMPLETION_TOKENS = 16
 CHAT_TOKENS = 256
@@ -101,22 +101,6 @@ class Serving(NamedTuple):
     tokenizer: Tokenizer
     max_tokens: int
     role: EngineRole
-
-
-class Ask(NamedTuple):
-    """A request as the engine takes it, and the form of its answer.
-
-    ``is_local``: the prompt is computed here although a transfer would have been possible.
-    """
-
-    request: EngineRequest
-    ticket: Ticket | None
-    chat: bool
-    stream: bool
-    usage: bool
-    logprobs: bool
-    token_ids: bool
-    is_local: bool
 
 
 def parse_completion(data: bytes, serving: Serving) -> Ask:

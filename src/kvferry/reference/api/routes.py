@@ -14,6 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 
 import msgspec
 from aiohttp import web
@@ -22,10 +23,10 @@ from msgspec.structs import asdict
 from kvferry import ClusterKey
 from kvferry.http.api_errors import ApiError, from_http_exception, json_response
 from kvferry.reference.api.answers import AnswerWriter, ChatWriter, Document
-from kvferry.reference.api.bodies import Ask, Serving, parse_chat, parse_completion
+from kvferry.reference.api.bodies import Serving, parse_chat, parse_completion
 from kvferry.reference.api.metrics import WorkerMetrics
-from kvferry.reference.api.pending import ROOM_S, PendingAnswer, RoomAsker
-from kvferry.reference.worker.jobs import AnswerPiece
+from kvferry.reference.api.pending import ROOM_S, RoomAsker, answer_pieces
+from kvferry.reference.worker.jobs import AnswerPiece, Ask, ServeJob
 from kvferry.reference.worker.loop import EngineLoop
 from kvferry.security.signing import (
     SCHEME,
@@ -201,19 +202,16 @@ class Api:
             in_room(ask.ticket.room)
         kind = ChatWriter if ask.chat else AnswerWriter
         writer = kind(ask, self._serving.model, self._serving.tokenizer, int(time.time()))
-        answer = PendingAnswer(
-            self._loop,
-            self._asker,
-            ask,
-            deadline_s=self._deadline_s,
-            request_s=self._request_s,
-        )
+        job = ServeJob.begin(ask, deadline_s=self._deadline_s, request_s=self._request_s)
+        self._loop.submit(job)
         try:
-            if ask.stream:
-                return await _stream(request, writer, answer.pieces())
-            return json_response(writer.whole([piece async for piece in answer.pieces()]))
+            async with aclosing(answer_pieces(job, self._asker)) as pieces:
+                if ask.stream:
+                    return await _stream(request, writer, pieces)
+                return json_response(writer.whole([piece async for piece in pieces]))
         finally:
-            answer.end()
+            # Stops the job, unless it was answered.
+            self._loop.cancel(job)
 
 
 async def _stream(

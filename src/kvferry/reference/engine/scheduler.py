@@ -174,7 +174,12 @@ class Scheduler:
         self.blocks.publish(active.allocation, active.request.prompt)
 
     def recompute(self, request_id: str) -> None:
-        """Queue the request again to compute its prompt here; its transfer must have ended."""
+        """Compute the prompt of a decode request here; its transfer must have ended."""
+        waiting = [request.id for request in self._waiting]
+        if request_id in waiting:
+            at = waiting.index(request_id)
+            self._waiting[at] = replace(self._waiting[at], role=EngineRole.WHOLE)
+            return
         active = self._demand_arriving(request_id)
         self._drop(active)
         self._waiting.appendleft(replace(active.request, role=EngineRole.WHOLE))
