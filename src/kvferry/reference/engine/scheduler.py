@@ -18,6 +18,7 @@ PREFILL); ``cancel`` merely stops the computation.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 from msgspec.structs import replace
@@ -25,6 +26,7 @@ from msgspec.structs import replace
 from kvferry import InputError, Misuse
 from kvferry.reference.engine.blocks import BlockAllocation, Blocks
 from kvferry.reference.engine.requests import Admitted, EngineRequest, EngineRole, RequestWork
+from kvferry.reference.engine.text import TextStream
 
 
 class RequestPhase(Enum):
@@ -39,9 +41,12 @@ class RequestPhase(Enum):
 class Active:
     """A request with pages, which contain its first ``computed`` tokens."""
 
-    def __init__(self, request: EngineRequest, allocation: BlockAllocation) -> None:
+    def __init__(
+        self, request: EngineRequest, allocation: BlockAllocation, text: TextStream
+    ) -> None:
         self.request = request
         self.allocation = allocation
+        self.text = text
         self.tokens = list(request.prompt)
         self.computed = allocation.prefix
         is_decode = request.role is EngineRole.DECODE
@@ -60,9 +65,16 @@ class Active:
 
 
 class Scheduler:
-    """The waiting queue, the admitted requests and their pages."""
+    """The waiting queue, the admitted requests, their pages and the text of their answers."""
 
-    def __init__(self, blocks: Blocks, *, step_tokens: int, max_requests: int) -> None:
+    def __init__(
+        self,
+        blocks: Blocks,
+        decode: Callable[[Sequence[int]], str],
+        *,
+        step_tokens: int,
+        max_requests: int,
+    ) -> None:
         least = max_requests + blocks.page_tokens
         if step_tokens < least:
             raise InputError(
@@ -70,6 +82,7 @@ class Scheduler:
                 f"or prompts could wait for ever"
             )
         self.blocks = blocks
+        self._decode = decode
         self._step_tokens = step_tokens
         self._max_requests = max_requests
         self._waiting: deque[EngineRequest] = deque()
@@ -114,7 +127,8 @@ class Scheduler:
             if allocation is None:
                 break
             self._waiting.popleft()
-            self._active[request.id] = Active(request, allocation)
+            text = TextStream(self._decode, request.stop)
+            self._active[request.id] = Active(request, allocation, text)
             pages, row, prefix = allocation.pages, allocation.row, allocation.prefix
             admitted.append(Admitted(request.id, pages, row, prefix))
         return admitted
@@ -184,9 +198,9 @@ class Scheduler:
         self._drop(active)
         self._waiting.appendleft(replace(active.request, role=EngineRole.WHOLE))
 
-    def finish(self, request_id: str) -> None:
+    def finish(self, active: Active) -> None:
         """Drop a request that has its answer."""
-        self._drop(self.get(request_id))
+        self._drop(active)
 
     def cancel(self, request_id: str) -> bool:
         """Stop a request if it is known; return whether ``release`` has yet to be called."""

@@ -137,19 +137,18 @@ def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _linear_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    linear = config.linear
-    assert linear is not None
-    key, value = linear.heads * linear.key_dim, linear.heads * linear.value_dim
+    heads = config.linear_heads
+    key, value = heads * config.key_dim, heads * config.value_dim
     return {
         "linear_attn.q_proj.weight": (key, config.hidden),
         "linear_attn.k_proj.weight": (key, config.hidden),
         "linear_attn.v_proj.weight": (value, config.hidden),
         "linear_attn.z_proj.weight": (value, config.hidden),
-        "linear_attn.g_proj.weight": (linear.heads, config.hidden),
-        "linear_attn.g_bias": (linear.heads,),
-        "linear_attn.conv_q.weight": (key, linear.kernel),
-        "linear_attn.conv_k.weight": (key, linear.kernel),
-        "linear_attn.conv_v.weight": (value, linear.kernel),
-        "linear_attn.norm.weight": (linear.value_dim,),
+        "linear_attn.g_proj.weight": (heads, config.hidden),
+        "linear_attn.g_bias": (heads,),
+        "linear_attn.conv_q.weight": (key, config.kernel),
+        "linear_attn.conv_k.weight": (key, config.kernel),
+        "linear_attn.conv_v.weight": (value, config.kernel),
+        "linear_attn.norm.weight": (config.value_dim,),
         "linear_attn.o_proj.weight": (config.hidden, value),
     }

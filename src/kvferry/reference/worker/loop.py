@@ -82,9 +82,9 @@ class EngineLoop:
             self.died.set_result(error)
             return
         try:
-            if isinstance(engine.worker.extension, RoomExtension):
+            if isinstance(engine.ranks.worker.extension, RoomExtension):
                 look_soon = self._running.look_soon
-                engine.worker.extension.on_news = lambda: self._calls.put(look_soon)
+                engine.ranks.worker.extension.on_news = lambda: self._calls.put(look_soon)
             self.snapshot = self._running.snapshot()
             self.ready.set_result(engine)
             while not self._stopping:

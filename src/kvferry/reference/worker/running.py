@@ -101,7 +101,7 @@ class RunningJobs:
         self.jobs: dict[str, ServeJob] = {}
         self._is_prefill = role is EngineRole.PREFILL
         self._ends = ends
-        extension = engine.worker.extension
+        extension = engine.ranks.worker.extension
         self._model = extension.settings.model if isinstance(extension, RoomExtension) else ""
         # Each rank's last report of the bytes it has sent by mode, and of its links.
         self._carried: dict[int, dict[str, int]] = {}
@@ -178,12 +178,12 @@ class RunningJobs:
         """Stop the computation, and free the pages once no transfer touches them."""
         job.answered = True
         self._pause_s = 0.0
-        is_pinned = self.engine.cancel(job.id)
+        is_pinned = self.engine.scheduler.cancel(job.id)
         if job.agreement is not None:
             self._abort(job)
             return
         if is_pinned:
-            self.engine.release(job.id)
+            self.engine.scheduler.release(job.id)
         job.over = True
 
     def _abort(self, job: ServeJob) -> None:
@@ -327,7 +327,7 @@ class RunningJobs:
         """Go on with a job whose room has ended: no transfer touches its pages any more."""
         if self._is_prefill:
             if job.admitted_at is not None:
-                self.engine.release(job.id)
+                self.engine.scheduler.release(job.id)
             job.over = True
             return
         job.agreement = None
@@ -343,7 +343,7 @@ class RunningJobs:
             return
         job.recomputed = True
         job.report = TransferAccount(room=job.room, source=Origin.RECOMPUTED)
-        self.engine.recompute(job.id)
+        self.engine.scheduler.recompute(job.id)
 
     def _arrive(self, job: ServeJob, metadata: bytes) -> None:
         try:
