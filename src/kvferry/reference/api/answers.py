@@ -30,8 +30,8 @@ class AnswerWriter:
     def whole(self, pieces: Sequence[AnswerPiece]) -> Document:
         """Return the whole answer."""
         self._count(pieces)
-        choice = self._choice("".join(piece.text for piece in pieces))
-        choice |= {"index": 0, "finish_reason": str(pieces[-1].finish)} | self._extras(pieces)
+        text = "".join(piece.text for piece in pieces)
+        choice = self._choice(text) | self._common(pieces)
         answer = {**self._head, "object": self.NAME, "choices": [choice], "usage": self._usage()}
         return answer | self._kvferry()
 
@@ -40,9 +40,7 @@ class AnswerWriter:
         documents = self._opening() if self._num_tokens == 0 else []
         self._count([piece])
         if piece.text or piece.finish or self._ask.logprobs or self._ask.token_ids:
-            finish = None if piece.finish is None else str(piece.finish)
-            choice = self._part(piece.text) | {"index": 0, "finish_reason": finish}
-            documents.append(self._chunk([choice | self._extras([piece])]))
+            documents.append(self._chunk([self._part(piece.text) | self._common([piece])]))
         if piece.finish:
             if self._ask.usage:
                 documents.append(self._chunk([]) | {"usage": self._usage()})
@@ -71,12 +69,17 @@ class AnswerWriter:
         report = msgspec.to_builtins(self._report)
         return {"kvferry": {name: value for name, value in report.items() if value is not None}}
 
-    def _extras(self, pieces: Sequence[AnswerPiece]) -> Document:
+    def _common(self, pieces: Sequence[AnswerPiece]) -> Document:
+        """Return the fields that choices of both kinds of answers have."""
         samples = [piece.sample for piece in pieces]
-        extras: Document = {"logprobs": self._logprobs(samples) if self._ask.logprobs else None}
+        fields: Document = {
+            "index": 0,
+            "finish_reason": pieces[-1].finish,
+            "logprobs": self._logprobs(samples) if self._ask.logprobs else None,
+        }
         if self._ask.token_ids:
-            extras["token_ids"] = [sample.token for sample in samples]
-        return extras
+            fields["token_ids"] = [sample.token for sample in samples]
+        return fields
 
     def _text_of(self, token: int) -> str:
         return self._tokenizer.decode([token])
@@ -88,7 +91,7 @@ class AnswerWriter:
         return {"text": text}
 
     def _part(self, text: str) -> Document:
-        return {"text": text}
+        return self._choice(text)
 
     def _logprobs(self, samples: Sequence[Sample]) -> Document:
         texts = [self._text_of(sample.token) for sample in samples]

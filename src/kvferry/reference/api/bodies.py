@@ -176,7 +176,15 @@ def _ask(
     chat = isinstance(body, ChatBody)
     role = _role(body.kvferry, serving.role)
     reserved = 0 if role is EngineRole.PREFILL else wanted
-    _demand_fits(len(prompt), reserved, serving.max_tokens, "messages" if chat else "prompt")
+    num_tokens, param = len(prompt), "messages" if chat else "prompt"
+    if num_tokens + reserved > serving.max_tokens:
+        raise invalid(
+            f"This model's maximum context length is {serving.max_tokens} tokens, and "
+            f"{num_tokens} of the {param} with {reserved} of the answer are "
+            f"{num_tokens + reserved}; shorten the {param} or lower max_tokens",
+            param,
+            "context_length_exceeded",
+        )
     try:
         sampling = Sampling(
             temperature=1.0 if body.temperature is None else body.temperature,
@@ -205,17 +213,6 @@ def _ask(
         token_ids=bool(body.return_token_ids),
         is_local=role is EngineRole.WHOLE and serving.role is not EngineRole.WHOLE,
     )
-
-
-def _demand_fits(num_prompt: int, wanted: int, most: int, param: str) -> None:
-    if num_prompt + wanted > most:
-        raise invalid(
-            f"This model's maximum context length is {most} tokens, and {num_prompt} of the "
-            f"{param} with {wanted} of the answer are {num_prompt + wanted}; shorten the {param} "
-            f"or lower max_tokens",
-            param,
-            "context_length_exceeded",
-        )
 
 
 def _role(ticket: Ticket | None, worker: EngineRole) -> EngineRole:

@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 
 import msgspec
 from aiohttp import web
@@ -82,8 +83,8 @@ class Api:
                 web.delete("/kvferry/rooms/{room:.+}", self._abandon),
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{name:.+}", self._model),
-                web.post("/v1/completions", self._completions),
-                web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/completions", partial(self._answer, parse_completion)),
+                web.post("/v1/chat/completions", partial(self._answer, parse_chat)),
             ]
         )
         app.cleanup_ctx.append(self._asker.running)
@@ -185,16 +186,14 @@ class Api:
 
     # ------------------------------------------------------------ answers
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, parse_completion)
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, parse_chat)
-
     async def _answer(
-        self, request: web.Request, parse: Callable[[bytes, Serving], Ask]
+        self, parse: Callable[[bytes, Serving], Ask], request: web.Request
     ) -> web.StreamResponse:
-        body = await _read(request)
+        try:
+            async with asyncio.timeout(BODY_S):
+                body = await request.read()
+        except TimeoutError:
+            raise ApiError(408, "the body did not come in time; send it again") from None
         self._demand_signed(request, body)
         # Tokenizing a long prompt takes a while.
         ask = await asyncio.to_thread(parse, body, self._serving)
@@ -231,14 +230,6 @@ async def _stream(
         await response.write(error.event())
     await response.write_eof()
     return response
-
-
-async def _read(request: web.Request) -> bytes:
-    try:
-        async with asyncio.timeout(BODY_S):
-            return await request.read()
-    except TimeoutError:
-        raise ApiError(408, "the body did not come in time; send it again") from None
 
 
 async def _write(response: web.StreamResponse, documents: list[Document]) -> None:

@@ -147,12 +147,17 @@ class Engine:
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request; refuse one that can never run."""
-        length = request.reserved_tokens
-        if length > self.config.max_tokens:
-            raise InputError(
-                f"prompt and max_tokens are {length} tokens and the model takes "
-                f"{self.config.max_tokens}; shorten the prompt or lower max_tokens"
-            )
+        blocks = self.scheduler.blocks
+        limits = {
+            "the model takes": self.config.max_tokens,
+            "the cache holds": blocks.num_pages * blocks.page_tokens,
+        }
+        for limit, most in limits.items():
+            if request.reserved_tokens > most:
+                raise InputError(
+                    f"prompt and max_tokens are {request.reserved_tokens} tokens and {limit} "
+                    f"{most}; shorten the prompt or lower max_tokens"
+                )
         if not all(0 <= token < self.config.vocab for token in request.prompt):
             raise InputError(f"the prompt has token ids outside 0..{self.config.vocab - 1}")
         self.scheduler.add(request)

@@ -99,15 +99,9 @@ class Scheduler:
         return len(self._active)
 
     def add(self, request: EngineRequest) -> None:
-        """Append a request to the queue; refuse one that can never be admitted."""
+        """Append a request to the queue; its tokens must fit the cache."""
         if request.id in self._active or any(r.id == request.id for r in self._waiting):
             raise InputError(f"request {request.id!r} is known already; give it another id")
-        if self.blocks.pages_for(request.reserved_tokens) > self.blocks.num_pages:
-            capacity = self.blocks.num_pages * self.blocks.page_tokens
-            raise InputError(
-                f"prompt and max_tokens are {request.reserved_tokens} tokens and the cache holds "
-                f"{capacity}; shorten the prompt, lower max_tokens or enlarge the cache"
-            )
         self._waiting.append(request)
 
     def get(self, request_id: str) -> Active:
@@ -195,12 +189,13 @@ class Scheduler:
             self._waiting[at] = replace(self._waiting[at], role=EngineRole.WHOLE)
             return
         active = self._demand_arriving(request_id)
-        self._drop(active)
+        self.finish(active)
         self._waiting.appendleft(replace(active.request, role=EngineRole.WHOLE))
 
     def finish(self, active: Active) -> None:
-        """Drop a request that has its answer."""
-        self._drop(active)
+        """Drop a request that has its answer, and free its pages."""
+        del self._active[active.request.id]
+        self.blocks.release(active.allocation)
 
     def cancel(self, request_id: str) -> bool:
         """Stop a request if it is known; return whether ``release`` has yet to be called."""
@@ -209,7 +204,7 @@ class Scheduler:
         if active is None:
             return False
         if not active.pinned:
-            self._drop(active)
+            self.finish(active)
             return False
         active.phase = RequestPhase.HELD
         return True
@@ -219,14 +214,10 @@ class Scheduler:
         active = self.get(request_id)
         if not active.pinned:
             raise Misuse(f"request {request_id!r} is still being computed; cancel it")
-        self._drop(active)
+        self.finish(active)
 
     def _demand_arriving(self, request_id: str) -> Active:
         active = self.get(request_id)
         if active.phase is not RequestPhase.ARRIVING:
             raise Misuse(f"request {request_id!r} is {active.phase.name}, not ARRIVING")
         return active
-
-    def _drop(self, active: Active) -> None:
-        del self._active[active.request.id]
-        self.blocks.release(active.allocation)
