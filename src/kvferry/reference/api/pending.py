@@ -15,7 +15,8 @@ from yarl import URL
 
 from kvferry import ClusterKey, Room
 from kvferry.http.api_errors import ApiError
-from kvferry.reference.worker.jobs import AnswerPiece, JobFailed, RoomEnd, ServeJob, Trouble
+from kvferry.reference.engine.requests import Produced
+from kvferry.reference.worker.jobs import JobFailed, RoomEnd, ServeJob, Trouble
 from kvferry.security.signing import sign
 from kvferry.telemetry.logs.context import onward
 
@@ -69,30 +70,27 @@ class RoomAsker:
             return None
 
 
-async def answer_pieces(job: ServeJob, asker: RoomAsker) -> AsyncGenerator[AnswerPiece]:
-    """Yield the pieces of a job up to the last, which reports the transfer; raise ``ApiError``."""
+async def answer_pieces(job: ServeJob, asker: RoomAsker) -> AsyncGenerator[Produced]:
+    """Yield the tokens of a job, and complete its report before the last; raise ``ApiError``."""
     end: asyncio.Task[RoomEnd | None] | None = None
     try:
         while True:
             piece = await _next_piece(job)
-            if piece.prefill and piece.report is not None and piece.report.room is not None:
-                end = asyncio.create_task(asker.end(*piece.prefill, piece.report.room))
-            if piece.finish is None:
-                yield piece
-                continue
-            if end is not None and piece.report is not None:
+            if end is None and job.prefill is not None:
+                end = asyncio.create_task(asker.end(*job.prefill, job.room))
+            if piece.finish is not None and end is not None and job.report is not None:
                 await asyncio.wait({end}, timeout=END_S)
                 if end.done() and (told := end.result()) is not None:
-                    report = replace(piece.report, mode=told.mode, num_bytes=told.num_bytes)
-                    piece = replace(piece, report=report)
+                    job.report = replace(job.report, mode=told.mode, num_bytes=told.num_bytes)
             yield piece
-            return
+            if piece.finish is not None:
+                return
     finally:
         if end is not None:
             end.cancel()
 
 
-async def _next_piece(job: ServeJob) -> AnswerPiece:
+async def _next_piece(job: ServeJob) -> Produced:
     try:
         async with asyncio.timeout(job.deadline + GRACE_S - time.monotonic()):
             event = await job.events.get()

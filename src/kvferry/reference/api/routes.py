@@ -27,7 +27,8 @@ from kvferry.reference.api.answers import AnswerWriter, ChatWriter, Document
 from kvferry.reference.api.bodies import Serving, parse_chat, parse_completion
 from kvferry.reference.api.metrics import WorkerMetrics
 from kvferry.reference.api.pending import ROOM_S, RoomAsker, answer_pieces
-from kvferry.reference.worker.jobs import AnswerPiece, Ask, ServeJob
+from kvferry.reference.engine.requests import Produced
+from kvferry.reference.worker.jobs import Ask, ServeJob
 from kvferry.reference.worker.loop import EngineLoop
 from kvferry.security.signing import (
     SCHEME,
@@ -199,9 +200,9 @@ class Api:
         ask = await asyncio.to_thread(parse, body, self._serving)
         if ask.ticket is not None:
             in_room(ask.ticket.room)
-        kind = ChatWriter if ask.chat else AnswerWriter
-        writer = kind(ask, self._serving.model, self._serving.tokenizer, int(time.time()))
         job = ServeJob.begin(ask, deadline_s=self._deadline_s, request_s=self._request_s)
+        kind = ChatWriter if ask.chat else AnswerWriter
+        writer = kind(job, self._serving.model, self._serving.tokenizer, int(time.time()))
         self._loop.submit(job)
         try:
             async with aclosing(answer_pieces(job, self._asker)) as pieces:
@@ -214,7 +215,7 @@ class Api:
 
 
 async def _stream(
-    request: web.Request, writer: AnswerWriter, pieces: AsyncIterator[AnswerPiece]
+    request: web.Request, writer: AnswerWriter, pieces: AsyncIterator[Produced]
 ) -> web.StreamResponse:
     first = await anext(pieces)
     headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}

@@ -201,7 +201,7 @@ class Engine:
         """Add a token to its answer, and finish the answer if the token ends it."""
         active = self.scheduler.get(sample.request)
         if active.request.role is EngineRole.PREFILL:
-            return Produced(sample.request, sample)
+            return Produced(sample.request, sample, finish=FinishReason.LENGTH)
         shown, finish = self._show(active, sample.token)
         if finish is not None:
             self.scheduler.finish(active)

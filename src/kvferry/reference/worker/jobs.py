@@ -1,7 +1,7 @@
 """Jobs of a worker: a request, its state, and the answer that its caller waits for.
 
-A ``ServeJob`` belongs to the engine's thread, except for ``events``: pieces, the last of which
-has a ``finish``, or one ``JobFailed``; nothing after that.
+A ``ServeJob`` belongs to the engine's thread until it is answered. Its caller waits for
+``events``: tokens, the last of which has a ``finish``, or one ``JobFailed``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry import MAX_NAME, RankAgreement, Room
-from kvferry.reference.engine.requests import EngineRequest, FinishReason, Sample
+from kvferry.reference.engine.requests import EngineRequest, Produced
 from kvferry.telemetry.logs.context import current
 
 MAX_ENDS = 1024
@@ -99,19 +99,6 @@ class RoomEnd(msgspec.Struct, frozen=True):
     num_bytes: int = msgspec.field(default=0, name="bytes")
 
 
-class AnswerPiece(msgspec.Struct, frozen=True):
-    """A token of the answer and its text; the last piece has a ``finish``.
-
-    ``prefill`` is the URL and the life of the worker that knows the room's ``RoomEnd``.
-    """
-
-    sample: Sample
-    text: str
-    finish: FinishReason | None = None
-    report: TransferAccount | None = None
-    prefill: tuple[str, str] | None = None
-
-
 class JobFailed(msgspec.Struct, frozen=True):
     """There is no answer, or no more of it."""
 
@@ -140,8 +127,9 @@ class ServeJob:
     """One request in the engine's hands; make it on the event loop of its caller.
 
     ``agreement`` is set while ranks have a room of it. ``answered``: nobody waits for more.
-    ``over``: nothing is left to do, not even to release. ``trace`` is the caller's request id
-    and trace.
+    ``over``: nothing is left to do, not even to release. ``report`` is complete with the last
+    token. ``prefill`` is the URL and the life of the worker that knows the room's ``RoomEnd``.
+    ``trace`` is the caller's request id and trace.
     """
 
     ask: Ask
@@ -149,6 +137,7 @@ class ServeJob:
     transfer_deadline: float
     begun_at: float
     report: TransferAccount | None = None
+    prefill: tuple[str, str] | None = None
     admitted_at: float | None = None
     agreement: RankAgreement | None = None
     aborted: bool = False
@@ -158,7 +147,7 @@ class ServeJob:
     prefix: int = 0
     chunks: int = 0
     trace: tuple[str, str] = field(default_factory=current)
-    events: asyncio.Queue[AnswerPiece | JobFailed] = field(default_factory=asyncio.Queue)
+    events: asyncio.Queue[Produced | JobFailed] = field(default_factory=asyncio.Queue)
     _here: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
     @staticmethod
@@ -186,7 +175,7 @@ class ServeJob:
         assert self.ask.ticket is not None
         return self.ask.ticket.room
 
-    def send(self, event: AnswerPiece | JobFailed) -> None:
+    def send(self, event: Produced | JobFailed) -> None:
         """Pass an event to the caller, unless nobody waits for it."""
         if self.answered:
             return

@@ -34,7 +34,6 @@ from kvferry.reference.engine.requests import (
     Admitted,
     Computed,
     EngineRole,
-    FinishReason,
     Noted,
     Output,
     Produced,
@@ -52,7 +51,6 @@ from kvferry.reference.transfer.messages import (
     take_note,
 )
 from kvferry.reference.worker.jobs import (
-    AnswerPiece,
     Fallback,
     Origin,
     RoomEnd,
@@ -235,21 +233,12 @@ class RunningJobs:
             case Produced() if self._is_prefill and job.ask.ticket is not None:
                 # The transfer goes on without the job's caller.
                 job.report = self._prefill_report(job)
-                self._answer(job, output, FinishReason.LENGTH)
+                job.send(output)
             case Produced():
                 job.over = output.finish is not None
-                self._answer(job, output, output.finish)
+                job.send(output)
             case SampleFailed():
                 self._fail(job, Trouble.SAMPLING, output.reason)
-
-    @staticmethod
-    def _answer(
-        job: ServeJob,
-        produced: Produced,
-        finish: FinishReason | None,
-        prefill: tuple[str, str] | None = None,
-    ) -> None:
-        job.send(AnswerPiece(produced.sample, produced.text, finish, job.report, prefill))
 
     # ------------------------------------------------------------ rooms
 
@@ -362,8 +351,8 @@ class RunningJobs:
             seconds=time.monotonic() - job.admitted_at,
         )
         job.over = produced.finish is not None
-        prefill = (first.http, first.life) if first.http else None
-        self._answer(job, produced, produced.finish, prefill)
+        job.prefill = (first.http, first.life) if first.http else None
+        job.send(produced)
 
 
 def _joined(ranks: Iterable[Mapping[str, str]]) -> dict[str, str]:
