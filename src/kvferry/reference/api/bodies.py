@@ -95,12 +95,14 @@ class ChatBody(Body, frozen=True, kw_only=True):
 
 
 class Serving(NamedTuple):
-    """The served model's name, its tokenizer, the longest request, and the worker's role."""
+    """What a worker serves: the model's name, the longest request, its part, and deadlines."""
 
     model: str
     tokenizer: Tokenizer
     max_tokens: int
     role: EngineRole
+    deadline_s: float
+    request_s: float
 
 
 def parse_completion(data: bytes, serving: Serving) -> Ask:

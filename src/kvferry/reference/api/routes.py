@@ -57,17 +57,12 @@ class Api:
         loop: EngineLoop,
         serving: Serving,
         about: Document,
-        *,
-        deadline_s: float,
-        request_s: float,
         key: ClusterKey | None = None,
         verifier: RequestVerifier | None = None,
     ) -> None:
         self._loop = loop
         self._serving = serving
         self._about = about
-        self._deadline_s = deadline_s
-        self._request_s = request_s
         self._created = int(time.time())
         self.metrics = WorkerMetrics(str(about["name"]))
         self._asker = RoomAsker(key)
@@ -200,9 +195,10 @@ class Api:
         ask = await asyncio.to_thread(parse, body, self._serving)
         if ask.ticket is not None:
             in_room(ask.ticket.room)
-        job = ServeJob.begin(ask, deadline_s=self._deadline_s, request_s=self._request_s)
+        serving = self._serving
+        job = ServeJob.begin(ask, deadline_s=serving.deadline_s, request_s=serving.request_s)
         kind = ChatWriter if ask.chat else AnswerWriter
-        writer = kind(job, self._serving.model, self._serving.tokenizer, int(time.time()))
+        writer = kind(job, serving.model, serving.tokenizer, int(time.time()))
         self._loop.submit(job)
         try:
             async with aclosing(answer_pieces(job, self._asker)) as pieces:

@@ -178,15 +178,16 @@ class EngineInstance:
         options = self.options
         self.loop.begin()
         engine = await asyncio.wrap_future(self.loop.ready)
-        api = Api(
-            self.loop,
-            _serving(options, engine, self._role),
-            _about(options, engine),
+        blocks = engine.scheduler.blocks
+        serving = Serving(
+            model=options.served_as,
+            tokenizer=engine.tokenizer,
+            max_tokens=min(engine.config.max_tokens, blocks.num_pages * blocks.page_tokens),
+            role=self._role,
             deadline_s=options.deadline_s,
             request_s=options.request_s,
-            key=self._key,
-            verifier=self._verifier,
         )
+        api = Api(self.loop, serving, _about(options, engine), self._key, self._verifier)
         connections = Connections(limits_here(FILES_EACH), api.metrics.registry)
         self._site = HttpSite(api.application(), connections, shutdown_s=SHUTDOWN_S)
         await self._site.start(self._listener)
@@ -260,12 +261,6 @@ async def _run(options: InstanceOptions, ready: Callable[[str], None]) -> None:
     # A stuck engine is not even done.
     if instance.loop.died.done() and (reason := instance.loop.died.result()) is not None:
         raise reason
-
-
-def _serving(options: InstanceOptions, engine: Engine, role: EngineRole) -> Serving:
-    blocks = engine.scheduler.blocks
-    longest = min(engine.config.max_tokens, blocks.num_pages * blocks.page_tokens)
-    return Serving(options.served_as, engine.tokenizer, longest, role)
 
 
 def _about(options: InstanceOptions, engine: Engine) -> dict[str, object]:
