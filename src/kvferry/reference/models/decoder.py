@@ -197,8 +197,8 @@ class LinearAttention:
         self._is_replica = shard.tp_rank % replicas != 0
         self._comm = comm
 
-    def __call__(self, hidden: Tensor, batch: StepBatch) -> Tensor:
-        """Run each request's tokens through its state."""
+    def __call__(self, hidden: Tensor, batch: StepBatch, _rotary: object) -> Tensor:
+        """Run each request's tokens through its state, which needs no rotation."""
         *qkv, gate, g = torch.split(functional.linear(hidden, self._in), self._widths, dim=-1)
         decay = -functional.softplus(g.float() + self._bias.float())
         heads = [x.reshape(len(x), -1, dim) for x, dim in zip(qkv, self._dims, strict=True)]
@@ -273,10 +273,7 @@ class Layer:
     def __call__(self, hidden: Tensor, batch: StepBatch, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """Add one layer to the residual stream."""
         normed = functional.rms_norm(hidden, hidden.shape[-1:], self._norms[0], self._eps)
-        if isinstance(self._mixer, Attention):
-            hidden = hidden + self._mixer(normed, batch, rotary)
-        else:
-            hidden = hidden + self._mixer(normed, batch)
+        hidden = hidden + self._mixer(normed, batch, rotary)
         normed = functional.rms_norm(hidden, hidden.shape[-1:], self._norms[1], self._eps)
         return hidden + self._mlp(normed)
 

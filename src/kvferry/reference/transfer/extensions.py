@@ -85,6 +85,7 @@ class RankRoom(Generic[H]):
 
     handle: H
     digest: bytes
+    begun: bool = False
     told_end: bool = False
 
 
@@ -219,7 +220,6 @@ class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):
 
     def __init__(self, settings: EndpointSettings, rank: int) -> None:
         super().__init__(SourceEndpoint, settings, rank)
-        self._begun: set[str] = set()
         self._layers_per_push = 0
 
     def start(self, cache: RankCache) -> None:
@@ -248,8 +248,8 @@ class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):
             room = self.rooms.get(work.request)
             if room is None:
                 continue
-            if work.request not in self._begun:
-                self._begun.add(work.request)
+            if not room.begun:
+                room.begun = True
                 if work.first:
                     # The cached prefix, which an earlier request computed.
                     pages = self._pages(work, 0, work.first)
@@ -320,9 +320,7 @@ class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):
                     after=event,
                     digest=room.digest,
                 )
-        notes = super().after(plan, samples, failures)
-        self._begun &= self.rooms.keys()
-        return notes
+        return super().after(plan, samples, failures)
 
     def _pages(self, work: RequestWork, first: int, end: int) -> list[int]:
         touched = touched_pages(Span(first, end), self._page_tokens)
