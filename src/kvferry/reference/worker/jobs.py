@@ -53,12 +53,10 @@ class Origin(StrEnum):
 
 
 class TransferAccount(msgspec.Struct, frozen=True, kw_only=True):
-    """What the caller is told about a request's transfer.
+    """Decode's report of a request's transfer.
 
-    Decode: ``prefix`` tokens were cached, ``num_bytes`` came by ``mode`` within ``seconds``
-    after the pages were offered; ``room`` is None if no transfer was tried. Prefill, which
-    does not wait for the transfer: the ``num_bytes`` of the prompt's whole cache, the
-    ``prefix`` that was cached, and the ``chunks`` computed in ``seconds``.
+    ``prefix`` tokens were cached, ``num_bytes`` came by ``mode`` within ``seconds`` after the
+    pages were offered; ``room`` is None if no transfer was tried.
     """
 
     room: Room | None
@@ -66,7 +64,6 @@ class TransferAccount(msgspec.Struct, frozen=True, kw_only=True):
     mode: str | None = None
     prefix: int = 0
     num_bytes: int | None = msgspec.field(default=None, name="bytes")
-    chunks: int | None = None
     seconds: float | None = None
 
 
@@ -135,7 +132,6 @@ class ServeJob:
     ask: Ask
     deadline: float
     transfer_deadline: float
-    begun_at: float
     report: TransferAccount | None = None
     prefill: tuple[str, str] | None = None
     admitted_at: float | None = None
@@ -145,7 +141,6 @@ class ServeJob:
     answered: bool = False
     over: bool = False
     prefix: int = 0
-    chunks: int = 0
     trace: tuple[str, str] = field(default_factory=current)
     events: asyncio.Queue[Produced | JobFailed] = field(default_factory=asyncio.Queue)
     _here: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
@@ -160,7 +155,6 @@ class ServeJob:
             deadline=now + request_s,
             # No caller holds the worker's pages for longer than a request may take.
             transfer_deadline=now + min(wanted_s or deadline_s, request_s),
-            begun_at=now,
             report=TransferAccount(room=None, source=Origin.RECOMPUTED) if ask.is_local else None,
         )
 

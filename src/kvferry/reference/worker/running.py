@@ -228,14 +228,10 @@ class RunningJobs:
                     job.report = replace(job.report, prefix=output.prefix)
                 elif job.ask.ticket is not None and not self._is_prefill and not job.recomputed:
                     self._receive(job, output)
-            case Computed():
-                job.chunks += 1
-            case Produced() if self._is_prefill and job.ask.ticket is not None:
-                # The transfer goes on without the job's caller.
-                job.report = self._prefill_report(job)
-                job.send(output)
             case Produced():
-                job.over = output.finish is not None
+                # On prefill, the transfer goes on without the job's caller, or has just ended.
+                if output.finish is not None and job.agreement is None:
+                    job.over = True
                 job.send(output)
             case SampleFailed():
                 self._fail(job, Trouble.SAMPLING, output.reason)
@@ -246,16 +242,6 @@ class RunningJobs:
         """Return what both sides must agree on to share this job's cache."""
         dtype = str(self.engine.options.dtype)
         return digest_of(job.ask.request.prompt, model=self._model, dtype=dtype)
-
-    def _prefill_report(self, job: ServeJob) -> TransferAccount:
-        num_tokens = len(job.ask.request.prompt)
-        return TransferAccount(
-            room=job.room,
-            prefix=job.prefix,
-            num_bytes=self.engine.layout.spec.payload_bytes(num_tokens),
-            chunks=job.chunks,
-            seconds=time.monotonic() - job.begun_at,
-        )
 
     def _receive(self, job: ServeJob, admitted: Admitted) -> None:
         """Offer the job's pages to the prefill instance."""
