@@ -31,7 +31,7 @@ STEPS, WARM_UP = 8, 2
 
 
 def fill_with_noise(engine: Engine) -> None:
-    memory = engine.worker.cache.memory.view(TORCH_DTYPES[engine.options.dtype])
+    memory = engine.ranks.worker.cache.memory.view(TORCH_DTYPES[engine.options.dtype])
     memory.copy_(torch.randn(1 << 20).repeat(-(-len(memory) // (1 << 20)))[: len(memory)])
 
 

@@ -14,7 +14,8 @@ from kvferry.connectors.vllm.engine import fingerprint
 from kvferry.fingerprint import difference, rope_form
 from kvferry.model_config import model_fingerprint
 from kvferry.reference.engine.engine import EngineOptions
-from kvferry.reference.worker.instance import InstanceOptions, InstanceRole
+from kvferry.reference.worker.instance import InstanceOptions
+from kvferry.router.worker_pool import WorkerRole
 
 SCALING = {
     "factor": 8.0,
@@ -114,7 +115,7 @@ def test_texts_that_are_not_ours_are_shown_whole() -> None:
 def own(folder: Path) -> str:
     engine = EngineOptions()
     options = InstanceOptions(
-        role=InstanceRole.DECODE, name="d", folder=str(folder), engine=engine, discovery=None
+        role=WorkerRole.DECODE, name="d", folder=str(folder), engine=engine, discovery=None
     )
     assert str(engine.dtype) == "float32"
     return options.fingerprint

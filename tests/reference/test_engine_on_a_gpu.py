@@ -100,8 +100,8 @@ def test_a_gpu_computes_what_a_cpu_computes(folders: dict[TinyKind, Path], kind:
     with engine_of(folders[kind]) as engine:
         right = ask(engine, requests())
     with engine_of(folders[kind], device="cuda") as engine:
-        assert engine.worker.cache.memory.is_cuda
-        assert engine.worker.cache.region.device.kind == "cuda"
+        assert engine.ranks.worker.cache.memory.is_cuda
+        assert engine.ranks.worker.cache.region.device.kind == "cuda"
         answers = ask(engine, requests())
         again = ask(engine, requests())
     demand_equal(right, answers)

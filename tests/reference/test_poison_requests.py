@@ -22,9 +22,10 @@ from kvferry.reference.engine.requests import StepPlan
 from kvferry.reference.models.tiny import TinyKind
 from kvferry.reference.ranks.rank import MakeExtension
 from kvferry.reference.transfer.extensions import DecodeExtension, PrefillExtension
-from kvferry.reference.worker.instance import InstanceOptions, InstanceRole, extension_for
+from kvferry.reference.worker.instance import InstanceOptions, extension_for
 from kvferry.router.options import OnFailure, RouterOptions
 from kvferry.router.serving import serving
+from kvferry.router.worker_pool import WorkerRole
 
 Models = dict[TinyKind, Path]
 POISON = 251
@@ -54,7 +55,7 @@ class BreakingDecode(DecodeExtension):
 def breaking(options: InstanceOptions) -> MakeExtension:
     made = extension_for(options)
     assert isinstance(made, partial)
-    kind = BreakingPrefill if options.role is InstanceRole.PREFILL else BreakingDecode
+    kind = BreakingPrefill if options.role is WorkerRole.PREFILL else BreakingDecode
     return partial(kind, *made.args)
 
 

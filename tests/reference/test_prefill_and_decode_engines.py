@@ -126,7 +126,7 @@ def ferried(
     assert there.step() == []
     if copy:
         assert carry(source, target, len(PROMPTS[2])) > 0
-    here.release("r")
+    here.scheduler.release("r")
     assert here.scheduler.blocks.num_used == 0
     answer = Answer()
     answer.take(there.arrived("r", first))
@@ -186,7 +186,7 @@ def test_a_repeated_prompt_needs_only_what_is_new(models: Models, tmp_path: Path
             source, first = prefill(here, files, half(EngineRole.PREFILL, name, prompt))
             target = Ferry(there, into, admit(there, half(EngineRole.DECODE, name, prompt)))
             sizes.append((target.place.prefix, carry(source, target, len(prompt))))
-            here.release(name)
+            here.scheduler.release(name)
             answer = Answer()
             answer.take(there.arrived(name, first))
             answer.tokens += drain(there)[name].tokens
@@ -208,7 +208,7 @@ def test_a_prefix_that_prefill_has_is_not_computed_again(models: Models, tmp_pat
         outputs = engine.step()
         assert [o.prefix for o in outputs if isinstance(o, Admitted)] == [144]
         assert [(o.first, o.end) for o in outputs if isinstance(o, Computed)] == [(144, 150)]
-        engine.release("r")
+        engine.scheduler.release("r")
 
 
 def test_recompute_gives_the_same_answer(models: Models) -> None:
@@ -216,7 +216,7 @@ def test_recompute_gives_the_same_answer(models: Models) -> None:
         (alone,) = ask(engine, [half(EngineRole.WHOLE)])
     with engine_of(models[TinyKind.QWEN3]) as engine:
         admit(engine, half(EngineRole.DECODE))
-        engine.recompute("r")
+        engine.scheduler.recompute("r")
         demand_equal([alone], [drain(engine)["r"]])
         assert engine.scheduler.blocks.num_used == 0
 
@@ -229,14 +229,14 @@ def test_pages_that_a_transfer_may_touch_outlive_a_cancel(models: Models) -> Non
         engine.step()
         used = blocks.num_used
         for name in ("prefill", "decode"):
-            assert engine.cancel(name) is True
-            assert engine.cancel(name) is True
+            assert engine.scheduler.cancel(name) is True
+            assert engine.scheduler.cancel(name) is True
         assert engine.step() == []
         assert blocks.num_used == used > 0
         for name in ("prefill", "decode"):
-            engine.release(name)
+            engine.scheduler.release(name)
             with pytest.raises(Misuse, match="no pages"):
-                engine.release(name)
+                engine.scheduler.release(name)
         assert engine.idle
         assert blocks.num_used == 0
         blocks.check()
@@ -248,12 +248,15 @@ def test_steps_that_do_not_fit_are_refused(models: Models) -> None:
         with pytest.raises(InputError, match="first token"):
             engine.arrived("r", Sample("r", 999))
         engine.arrived("r", Sample("r", 3))
-        for call in (engine.recompute, lambda name: engine.arrived(name, Sample(name, 3))):
+        for call in (
+            engine.scheduler.recompute,
+            lambda name: engine.arrived(name, Sample(name, 3)),
+        ):
             with pytest.raises(Misuse, match="not ARRIVING"):
                 call("r")
         with pytest.raises(Misuse, match="cancel it"):
-            engine.release("r")
-        assert engine.cancel("r") is False
+            engine.scheduler.release("r")
+        assert engine.scheduler.cancel("r") is False
         assert engine.idle
 
 

@@ -34,10 +34,10 @@ from kvferry.reference.ranks.rank import MakeExtension
 from kvferry.reference.worker.instance import (
     EngineInstance,
     InstanceOptions,
-    InstanceRole,
     run_instance,
 )
 from kvferry.reference.worker.loop import EngineLoop
+from kvferry.router.worker_pool import WorkerRole
 from kvferry.security.keys import ClusterKey
 from kvferry.security.signing import Introduction, new_nonce, sign
 
@@ -66,7 +66,7 @@ def options_for(
     usual = {"model": MODEL, "request_s": PATIENCE_S, "transport": "shm"}
     fields: dict[str, Any] = usual | changes
     return InstanceOptions(
-        role=InstanceRole(role),
+        role=WorkerRole(role),
         name=fields.pop("name", f"{role}-{os.urandom(4).hex()}"),
         folder=str(folder),
         engine=small(**engine),

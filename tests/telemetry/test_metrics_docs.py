@@ -24,7 +24,7 @@ from kvferry.protocol.codec import FrameFault
 from kvferry.protocol.events import WriteFate
 from kvferry.protocol.outcome import Done
 from kvferry.reference.api.metrics import WorkerMetrics
-from kvferry.reference.worker.loop import Snapshot
+from kvferry.reference.worker.running import Snapshot
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.options import BalancePolicy
 from kvferry.router.upstream import OpenResponse

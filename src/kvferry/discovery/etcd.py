@@ -322,7 +322,7 @@ def _decoded(item: Json) -> RankRecord | None:
         return msgspec.json.decode(base64.b64decode(item["value"]), type=RankRecord)
     except (KeyError, ValueError, KvferryError) as error:
         key = base64.b64decode(item.get("key", "")).decode(errors="replace")
-        log.warning("foreign-key key=%r problem=%r", key[:200], str(error)[:200])
+        log.warning("foreign-key key=%r error=%r", key[:200], str(error)[:200])
         return None
 
 

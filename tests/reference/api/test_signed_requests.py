@@ -15,12 +15,9 @@ from reference.working import Caller, Reply, Worker, body_of, call, hosted, opti
 
 from kvferry.discovery.http.server import DiscoveryServer
 from kvferry.layout.layout import Parallel
-from kvferry.reference.api.bodies import Ask
-from kvferry.reference.api.pending import PendingAnswer, RoomAsker
 from kvferry.reference.engine.requests import EngineRequest, EngineRole
 from kvferry.reference.models.tiny import TinyKind
-from kvferry.reference.worker.jobs import ServeJob, Ticket
-from kvferry.reference.worker.loop import EngineLoop
+from kvferry.reference.worker.jobs import Ask, ServeJob, Ticket
 from kvferry.router.options import OnFailure, RouterOptions
 from kvferry.router.serving import serving
 from kvferry.security.keys import ClusterKey
@@ -174,16 +171,6 @@ def test_a_request_without_a_room_needs_a_signature_too(pair: list[Worker]) -> N
     assert signed.status == 200
 
 
-class Listening(EngineLoop):
-    """Keeps what it is given, and computes nothing."""
-
-    def __init__(self) -> None:
-        self.jobs: list[ServeJob] = []
-
-    def submit(self, job: ServeJob) -> None:
-        self.jobs.append(job)
-
-
 @pytest.mark.parametrize(("wanted_s", "held_s"), [(3600.0, 100.0), (5.0, 5.0), (None, 60.0)])
 def test_a_room_holds_pages_no_longer_than_a_request_may_take(
     wanted_s: float | None, held_s: float
@@ -191,18 +178,10 @@ def test_a_room_holds_pages_no_longer_than_a_request_may_take(
     ask = Ask(
         request=EngineRequest(id="r", prompt=(1, 2), role=EngineRole.PREFILL),
         ticket=Ticket(room=1, deadline_s=wanted_s),
-        chat=False,
-        stream=False,
-        usage=False,
-        logprobs=False,
-        token_ids=False,
-        is_local=False,
     )
 
     async def begin() -> ServeJob:
-        loop = Listening()
-        PendingAnswer(loop, RoomAsker(), ask, deadline_s=60.0, request_s=100.0)
-        return loop.jobs[0]
+        return ServeJob.begin(ask, deadline_s=60.0, request_s=100.0)
 
     job = asyncio.run(begin())
-    assert job.transfer_deadline - job.begun_at == pytest.approx(held_s)
+    assert job.transfer_deadline - job.deadline == pytest.approx(held_s - 100.0)

@@ -164,8 +164,8 @@ def test_cancelling_frees_everything_at_any_time(
         tokens = []
         for _ in range(steps):
             tokens += [o for o in engine.step() if isinstance(o, Produced)]
-        assert engine.cancel(cancelled.id) is False
-        assert engine.cancel(cancelled.id) is False
+        assert engine.scheduler.cancel(cancelled.id) is False
+        assert engine.scheduler.cancel(cancelled.id) is False
         answers = drain(engine)
         assert cancelled.id not in answers
         assert engine.scheduler.blocks.num_used == 0
@@ -192,7 +192,7 @@ def test_a_request_that_can_never_run_is_refused(models: Models) -> None:
         with pytest.raises(InputError, match="known already"):
             engine.add(EngineRequest(id="x", prompt=(1,)))
         with pytest.raises(Misuse, match="no pages"):
-            engine.release("y")
+            engine.scheduler.release("y")
         drain(engine)
 
 

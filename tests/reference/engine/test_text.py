@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import InputError
-from kvferry.reference.engine.text import StopFilter, TextStream
+from kvferry.reference.engine.text import TextStream
 from kvferry.reference.models.tiny import TEMPLATE, byte_tokenizer
 from kvferry.reference.models.tokenizer import Tokenizer, TokenizerSettings
 
@@ -63,10 +63,9 @@ def test_text_ends_before_the_first_stop_string(text: str, stops: list[str]) -> 
 
 
 def test_a_possible_stop_string_is_held_back() -> None:
-    stop = StopFilter(["###"])
-    assert [stop.push(text) for text in ("a#", "#", "b", "##")] == ["a", "", "##b", ""]
-    assert stop.flush() == "##"
-    assert not stop.stopped
+    shown, stopped = stream(b"a##b##", ["###"])
+    assert shown == ["a", "", "", "##b", "", "", "##"]
+    assert not stopped
 
 
 def test_bytes_are_tokens_of_the_small_models() -> None:

@@ -12,7 +12,7 @@ from reference.plain import plain_logprobs
 from kvferry.layout.layout import Order
 from kvferry.layout.spec import DType
 from kvferry.reference.engine.requests import EngineRequest
-from kvferry.reference.models.linear_attention import decay_and_add
+from kvferry.reference.models.decoder import decay_and_add
 from kvferry.reference.models.tiny import TinyKind
 
 Models = dict[TinyKind, Path]
@@ -58,7 +58,7 @@ def test_another_precision_stays_near(models: Models) -> None:
         with engine_of(models[kind]) as engine:
             single = ask(engine, requests())
         with engine_of(models[kind], dtype=DType.FLOAT64) as engine:
-            assert engine.worker.cache.layer("kv", "k", 1).element_size() == 8
+            assert engine.ranks.worker.cache.layer("kv", "k", 1).element_size() == 8
             double = ask(engine, requests())
         demand_equal(single, double)
 

@@ -7,43 +7,40 @@ from typing import Any
 
 import msgspec
 
-from kvferry.reference.api.bodies import Ask
-from kvferry.reference.engine.requests import Sample
+from kvferry.reference.engine.requests import Produced, Sample
 from kvferry.reference.models.tokenizer import Tokenizer
-from kvferry.reference.worker.jobs import AnswerPiece, TransferAccount
+from kvferry.reference.worker.jobs import ServeJob
 
 Document = dict[str, Any]
 
 
 class AnswerWriter:
-    """Writes one completion; pieces come in order, each once."""
+    """Writes one completion; its tokens come in order, each once."""
 
     NAME = CHUNK_NAME = "text_completion"
 
-    def __init__(self, ask: Ask, model: str, tokenizer: Tokenizer, created: int) -> None:
-        self._ask = ask
+    def __init__(self, job: ServeJob, model: str, tokenizer: Tokenizer, created: int) -> None:
+        self._job = job
+        self._ask = ask = job.ask
         self._tokenizer = tokenizer
         self._head: Document = {"id": ask.request.id, "created": created, "model": model}
         self._num_tokens = 0
         self._offset = 0
-        self._report: TransferAccount | None = None
 
-    def whole(self, pieces: Sequence[AnswerPiece]) -> Document:
+    def whole(self, pieces: Sequence[Produced]) -> Document:
         """Return the whole answer."""
-        self._count(pieces)
-        choice = self._choice("".join(piece.text for piece in pieces))
-        choice |= {"index": 0, "finish_reason": str(pieces[-1].finish)} | self._extras(pieces)
+        self._num_tokens = len(pieces)
+        text = "".join(piece.text for piece in pieces)
+        choice = self._choice(text) | self._common(pieces)
         answer = {**self._head, "object": self.NAME, "choices": [choice], "usage": self._usage()}
         return answer | self._kvferry()
 
-    def chunks(self, piece: AnswerPiece) -> list[Document]:
+    def chunks(self, piece: Produced) -> list[Document]:
         """Return what a piece adds to a stream; empty if there is nothing to show yet."""
         documents = self._opening() if self._num_tokens == 0 else []
-        self._count([piece])
+        self._num_tokens += 1
         if piece.text or piece.finish or self._ask.logprobs or self._ask.token_ids:
-            finish = None if piece.finish is None else str(piece.finish)
-            choice = self._part(piece.text) | {"index": 0, "finish_reason": finish}
-            documents.append(self._chunk([choice | self._extras([piece])]))
+            documents.append(self._chunk([self._part(piece.text) | self._common([piece])]))
         if piece.finish:
             if self._ask.usage:
                 documents.append(self._chunk([]) | {"usage": self._usage()})
@@ -54,10 +51,6 @@ class AnswerWriter:
         usage = {"usage": None} if self._ask.usage else {}
         return {**self._head, "object": self.CHUNK_NAME, "choices": choices, **usage}
 
-    def _count(self, pieces: Sequence[AnswerPiece]) -> None:
-        self._num_tokens += len(pieces)
-        self._report = pieces[-1].report or self._report
-
     def _usage(self) -> Document:
         num_prompt = len(self._ask.request.prompt)
         return {
@@ -67,17 +60,22 @@ class AnswerWriter:
         }
 
     def _kvferry(self) -> Document:
-        if self._report is None:
+        if self._job.report is None:
             return {}
-        report = msgspec.to_builtins(self._report)
+        report = msgspec.to_builtins(self._job.report)
         return {"kvferry": {name: value for name, value in report.items() if value is not None}}
 
-    def _extras(self, pieces: Sequence[AnswerPiece]) -> Document:
+    def _common(self, pieces: Sequence[Produced]) -> Document:
+        """Return the fields that choices of both kinds of answers have."""
         samples = [piece.sample for piece in pieces]
-        extras: Document = {"logprobs": self._logprobs(samples) if self._ask.logprobs else None}
+        fields: Document = {
+            "index": 0,
+            "finish_reason": pieces[-1].finish,
+            "logprobs": self._logprobs(samples) if self._ask.logprobs else None,
+        }
         if self._ask.token_ids:
-            extras["token_ids"] = [sample.token for sample in samples]
-        return extras
+            fields["token_ids"] = [sample.token for sample in samples]
+        return fields
 
     def _text_of(self, token: int) -> str:
         return self._tokenizer.decode([token])
@@ -89,7 +87,7 @@ class AnswerWriter:
         return {"text": text}
 
     def _part(self, text: str) -> Document:
-        return {"text": text}
+        return self._choice(text)
 
     def _logprobs(self, samples: Sequence[Sample]) -> Document:
         texts = [self._text_of(sample.token) for sample in samples]

@@ -18,7 +18,7 @@ from kvferry import InputError
 from kvferry.http.api_errors import ApiError, invalid
 from kvferry.reference.engine.requests import EngineRequest, EngineRole, Sampling
 from kvferry.reference.models.tokenizer import Tokenizer
-from kvferry.reference.worker.jobs import Ticket
+from kvferry.reference.worker.jobs import Ask, Ticket
 
 COMPLETION_TOKENS = 16
 CHAT_TOKENS = 256
@@ -95,28 +95,14 @@ class ChatBody(Body, frozen=True, kw_only=True):
 
 
 class Serving(NamedTuple):
-    """The served model's name, its tokenizer, the longest request, and the worker's role."""
+    """What a worker serves: the model's name, the longest request, its part, and deadlines."""
 
     model: str
     tokenizer: Tokenizer
     max_tokens: int
     role: EngineRole
-
-
-class Ask(NamedTuple):
-    """A request as the engine takes it, and the form of its answer.
-
-    ``is_local``: the prompt is computed here although a transfer would have been possible.
-    """
-
-    request: EngineRequest
-    ticket: Ticket | None
-    chat: bool
-    stream: bool
-    usage: bool
-    logprobs: bool
-    token_ids: bool
-    is_local: bool
+    deadline_s: float
+    request_s: float
 
 
 def parse_completion(data: bytes, serving: Serving) -> Ask:
@@ -192,7 +178,15 @@ def _ask(
     chat = isinstance(body, ChatBody)
     role = _role(body.kvferry, serving.role)
     reserved = 0 if role is EngineRole.PREFILL else wanted
-    _demand_fits(len(prompt), reserved, serving.max_tokens, "messages" if chat else "prompt")
+    num_tokens, param = len(prompt), "messages" if chat else "prompt"
+    if num_tokens + reserved > serving.max_tokens:
+        raise invalid(
+            f"This model's maximum context length is {serving.max_tokens} tokens, and "
+            f"{num_tokens} of the {param} with {reserved} of the answer are "
+            f"{num_tokens + reserved}; shorten the {param} or lower max_tokens",
+            param,
+            "context_length_exceeded",
+        )
     try:
         sampling = Sampling(
             temperature=1.0 if body.temperature is None else body.temperature,
@@ -221,17 +215,6 @@ def _ask(
         token_ids=bool(body.return_token_ids),
         is_local=role is EngineRole.WHOLE and serving.role is not EngineRole.WHOLE,
     )
-
-
-def _demand_fits(num_prompt: int, wanted: int, most: int, param: str) -> None:
-    if num_prompt + wanted > most:
-        raise invalid(
-            f"This model's maximum context length is {most} tokens, and {num_prompt} of the "
-            f"{param} with {wanted} of the answer are {num_prompt + wanted}; shorten the {param} "
-            f"or lower max_tokens",
-            param,
-            "context_length_exceeded",
-        )
 
 
 def _role(ticket: Ticket | None, worker: EngineRole) -> EngineRole:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, generate_latest
 
-from kvferry.reference.worker.loop import Snapshot
+from kvferry.reference.worker.running import Snapshot
 
 
 class WorkerMetrics:

@@ -1,11 +1,10 @@
-"""Answers under way: the pieces of one job's answer, and how its room was written."""
+"""Answers under way: the pieces of a job's answer, and how its room was written."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from urllib.parse import quote
 
 import aiohttp
@@ -16,19 +15,10 @@ from yarl import URL
 
 from kvferry import ClusterKey, Room
 from kvferry.http.api_errors import ApiError
-from kvferry.reference.api.bodies import Ask
-from kvferry.reference.worker.jobs import (
-    AnswerPiece,
-    JobFailed,
-    Origin,
-    RoomEnd,
-    ServeJob,
-    TransferAccount,
-    Trouble,
-)
-from kvferry.reference.worker.loop import EngineLoop
+from kvferry.reference.engine.requests import Produced
+from kvferry.reference.worker.jobs import JobFailed, RoomEnd, ServeJob, Trouble
 from kvferry.security.signing import sign
-from kvferry.telemetry.logs.context import current, onward
+from kvferry.telemetry.logs.context import onward
 
 # The engine watches the deadlines itself; this is for an engine that is stuck.
 GRACE_S = 5.0
@@ -80,77 +70,34 @@ class RoomAsker:
             return None
 
 
-class PendingAnswer:
-    """One caller's job at the engine. Belongs to the event loop; call ``end`` in any case."""
-
-    def __init__(
-        self, loop: EngineLoop, asker: RoomAsker, ask: Ask, *, deadline_s: float, request_s: float
-    ) -> None:
-        self._loop = loop
-        self._asker = asker
-        self._patience_s = request_s + GRACE_S
-        self._here = asyncio.get_running_loop()
-        self._news: asyncio.Queue[AnswerPiece | JobFailed] = asyncio.Queue()
-        self._end: asyncio.Task[RoomEnd | None] | None = None
-        wanted_s = ask.ticket.deadline_s if ask.ticket else None
-        now = time.monotonic()
-        asked_as, traceparent = current()
-        self._job = ServeJob(
-            request=ask.request,
-            ticket=ask.ticket,
-            tell=self._tell,
-            begun_at=now,
-            deadline=now + request_s,
-            # No caller holds the worker's pages for longer than a request may take.
-            transfer_deadline=now + min(wanted_s or deadline_s, request_s),
-            report=TransferAccount(room=None, source=Origin.RECOMPUTED) if ask.is_local else None,
-            asked_as=asked_as,
-            traceparent=traceparent,
-        )
-        loop.submit(self._job)
-
-    def _tell(self, event: AnswerPiece | JobFailed) -> None:
-        """Called on the engine's thread; the server may be closed by then."""
-        with contextlib.suppress(RuntimeError):
-            self._here.call_soon_threadsafe(self._news.put_nowait, event)
-
-    async def pieces(self) -> AsyncIterator[AnswerPiece]:
-        """Yield the pieces up to the last one, which reports the transfer; raise ``ApiError``."""
+async def answer_pieces(job: ServeJob, asker: RoomAsker) -> AsyncGenerator[Produced]:
+    """Yield the tokens of a job, and complete its report before the last; raise ``ApiError``."""
+    end: asyncio.Task[RoomEnd | None] | None = None
+    try:
         while True:
-            piece = await self._next()
-            if piece.prefill and piece.report is not None and piece.report.room is not None:
-                asking = self._asker.end(*piece.prefill, piece.report.room)
-                self._end = asyncio.create_task(asking)
-            if piece.finish is None:
-                yield piece
-                continue
-            end = await self._room_end()
-            if end is not None and piece.report is not None:
-                report = replace(piece.report, mode=end.mode, num_bytes=end.num_bytes)
-                piece = replace(piece, report=report)
+            piece = await _next_piece(job)
+            if end is None and job.prefill is not None:
+                end = asyncio.create_task(asker.end(*job.prefill, job.room))
+            if piece.finish is not None and end is not None and job.report is not None:
+                await asyncio.wait({end}, timeout=END_S)
+                if end.done() and (told := end.result()) is not None:
+                    job.report = replace(job.report, mode=told.mode, num_bytes=told.num_bytes)
             yield piece
-            return
+            if piece.finish is not None:
+                return
+    finally:
+        if end is not None:
+            end.cancel()
 
-    async def _next(self) -> AnswerPiece:
-        try:
-            async with asyncio.timeout(self._patience_s):
-                event = await self._news.get()
-        except TimeoutError:
-            message = "the engine does not answer; see its log"
-            raise ApiError(504, message, code="timeout") from None
-        if isinstance(event, JobFailed):
-            status, code = _STATUS[event.trouble]
-            raise ApiError(status, event.message, code=code)
-        return event
 
-    async def _room_end(self) -> RoomEnd | None:
-        if self._end is None:
-            return None
-        done, _ = await asyncio.wait({self._end}, timeout=END_S)
-        return self._end.result() if done else None
-
-    def end(self) -> None:
-        """Stop the job, unless it was answered: the caller has its answer, or has left."""
-        if self._end is not None:
-            self._end.cancel()
-        self._loop.cancel(self._job)
+async def _next_piece(job: ServeJob) -> Produced:
+    try:
+        async with asyncio.timeout(job.deadline + GRACE_S - time.monotonic()):
+            event = await job.events.get()
+    except TimeoutError:
+        message = "the engine does not answer; see its log"
+        raise ApiError(504, message, code="timeout") from None
+    if isinstance(event, JobFailed):
+        status, code = _STATUS[event.trouble]
+        raise ApiError(status, event.message, code=code)
+    return event

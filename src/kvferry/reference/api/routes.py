@@ -14,6 +14,8 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from functools import partial
 
 import msgspec
 from aiohttp import web
@@ -22,10 +24,11 @@ from msgspec.structs import asdict
 from kvferry import ClusterKey
 from kvferry.http.api_errors import ApiError, from_http_exception, json_response
 from kvferry.reference.api.answers import AnswerWriter, ChatWriter, Document
-from kvferry.reference.api.bodies import Ask, Serving, parse_chat, parse_completion
+from kvferry.reference.api.bodies import Serving, parse_chat, parse_completion
 from kvferry.reference.api.metrics import WorkerMetrics
-from kvferry.reference.api.pending import ROOM_S, PendingAnswer, RoomAsker
-from kvferry.reference.worker.jobs import AnswerPiece
+from kvferry.reference.api.pending import ROOM_S, RoomAsker, answer_pieces
+from kvferry.reference.engine.requests import Produced
+from kvferry.reference.worker.jobs import Ask, ServeJob
 from kvferry.reference.worker.loop import EngineLoop
 from kvferry.security.signing import (
     SCHEME,
@@ -54,17 +57,12 @@ class Api:
         loop: EngineLoop,
         serving: Serving,
         about: Document,
-        *,
-        deadline_s: float,
-        request_s: float,
         key: ClusterKey | None = None,
         verifier: RequestVerifier | None = None,
     ) -> None:
         self._loop = loop
         self._serving = serving
         self._about = about
-        self._deadline_s = deadline_s
-        self._request_s = request_s
         self._created = int(time.time())
         self.metrics = WorkerMetrics(str(about["name"]))
         self._asker = RoomAsker(key)
@@ -81,8 +79,8 @@ class Api:
                 web.delete("/kvferry/rooms/{room:.+}", self._abandon),
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{name:.+}", self._model),
-                web.post("/v1/completions", self._completions),
-                web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/completions", partial(self._answer, parse_completion)),
+                web.post("/v1/chat/completions", partial(self._answer, parse_chat)),
             ]
         )
         app.cleanup_ctx.append(self._asker.running)
@@ -184,40 +182,36 @@ class Api:
 
     # ------------------------------------------------------------ answers
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, parse_completion)
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, parse_chat)
-
     async def _answer(
-        self, request: web.Request, parse: Callable[[bytes, Serving], Ask]
+        self, parse: Callable[[bytes, Serving], Ask], request: web.Request
     ) -> web.StreamResponse:
-        body = await _read(request)
+        try:
+            async with asyncio.timeout(BODY_S):
+                body = await request.read()
+        except TimeoutError:
+            raise ApiError(408, "the body did not come in time; send it again") from None
         self._demand_signed(request, body)
         # Tokenizing a long prompt takes a while.
         ask = await asyncio.to_thread(parse, body, self._serving)
         if ask.ticket is not None:
             in_room(ask.ticket.room)
+        serving = self._serving
+        job = ServeJob.begin(ask, deadline_s=serving.deadline_s, request_s=serving.request_s)
         kind = ChatWriter if ask.chat else AnswerWriter
-        writer = kind(ask, self._serving.model, self._serving.tokenizer, int(time.time()))
-        answer = PendingAnswer(
-            self._loop,
-            self._asker,
-            ask,
-            deadline_s=self._deadline_s,
-            request_s=self._request_s,
-        )
+        writer = kind(job, serving.model, serving.tokenizer, int(time.time()))
+        self._loop.submit(job)
         try:
-            if ask.stream:
-                return await _stream(request, writer, answer.pieces())
-            return json_response(writer.whole([piece async for piece in answer.pieces()]))
+            async with aclosing(answer_pieces(job, self._asker)) as pieces:
+                if ask.stream:
+                    return await _stream(request, writer, pieces)
+                return json_response(writer.whole([piece async for piece in pieces]))
         finally:
-            answer.end()
+            # Stops the job, unless it was answered.
+            self._loop.cancel(job)
 
 
 async def _stream(
-    request: web.Request, writer: AnswerWriter, pieces: AsyncIterator[AnswerPiece]
+    request: web.Request, writer: AnswerWriter, pieces: AsyncIterator[Produced]
 ) -> web.StreamResponse:
     first = await anext(pieces)
     headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -233,14 +227,6 @@ async def _stream(
         await response.write(error.event())
     await response.write_eof()
     return response
-
-
-async def _read(request: web.Request) -> bytes:
-    try:
-        async with asyncio.timeout(BODY_S):
-            return await request.read()
-    except TimeoutError:
-        raise ApiError(408, "the body did not come in time; send it again") from None
 
 
 async def _write(response: web.StreamResponse, documents: list[Document]) -> None:

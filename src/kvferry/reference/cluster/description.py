@@ -22,6 +22,11 @@ DISCOVERY_PORT = 7077
 MAX_FILE_BYTES = 1 << 20
 SEE = "see examples/cluster.toml"
 DEVICES = ("cpu", "cuda")
+# Keys of a worker's section that are options of its engine.
+ENGINE_OPTIONS = (
+    *("order", "dtype", "device", "threads"),
+    *("cache_tokens", "max_requests", "step_tokens", "prefix_cache"),
+)
 
 Count = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=0, lt=1 << 16)]
@@ -197,17 +202,9 @@ def worker_options(
 ) -> dict[str, Any]:
     """Return the options of a worker; its deadlines are the router's."""
     section = worker.section
-    engine = {
+    engine = {name: getattr(section, name) for name in ENGINE_OPTIONS} | {
         "parallel": section.parallel,
         "page_tokens": section.page,
-        "order": section.order,
-        "dtype": section.dtype,
-        "device": section.device,
-        "threads": section.threads,
-        "cache_tokens": section.cache_tokens,
-        "max_requests": section.max_requests,
-        "step_tokens": section.step_tokens,
-        "prefix_cache": section.prefix_cache,
         "lost_s": cluster.router.lost_s,
     }
     fields: dict[str, Any] = msgspec.to_builtins(

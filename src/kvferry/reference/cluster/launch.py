@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import IO, Any
 from urllib.parse import urlsplit
 
@@ -125,12 +124,7 @@ class ClusterLaunch:
     def __enter__(self) -> ClusterLaunch:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def __getitem__(self, name: str) -> ChildProcess:

@@ -4,9 +4,10 @@
 DECODE the engine computes one half of a request, and the caller moves the cache:
 
 - PREFILL: ``Admitted``, a ``Computed`` per chunk, then ``Produced`` with the first token.
-  Each rank's extension saw the same chunks. ``release`` ends the request.
+  Each rank's extension saw the same chunks. ``scheduler.release`` ends the request.
 - DECODE: ``Admitted`` with the pages to fill after the cached prefix. Then the caller calls
-  ``arrived`` (all ranks have it), ``recompute`` (do without), or ``cancel`` and ``release``.
+  ``arrived`` (all ranks have it), or of the scheduler ``recompute`` (do without), or ``cancel``
+  and ``release``.
 
 A request whose token cannot be sampled is cancelled, with ``SampleFailed``. Any other
 exception in a step ends the engine, because its ranks may disagree from then on.
@@ -15,7 +16,6 @@ exception in a step ends the engine, because its ranks may disagree from then on
 from __future__ import annotations
 
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 import torch
@@ -36,12 +36,11 @@ from kvferry.reference.engine.requests import (
     StepPlan,
     StepResult,
 )
-from kvferry.reference.engine.scheduler import RequestPhase, Scheduler
-from kvferry.reference.engine.text import TextStream
+from kvferry.reference.engine.scheduler import Active, RequestPhase, Scheduler
 from kvferry.reference.models.config import ModelConfig, layout_for
 from kvferry.reference.models.tokenizer import Tokenizer
 from kvferry.reference.ranks.processes import Ranks
-from kvferry.reference.ranks.rank import MakeExtension, RankSetup, RankWorker, no_extension
+from kvferry.reference.ranks.rank import MakeExtension, RankSetup, no_extension
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,7 +96,7 @@ class Engine:
             dtype=options.dtype,
         )
         _demand_gpus(options)
-        is_hybrid = self.config.linear is not None
+        is_hybrid = self.config.is_hybrid
         num_rows = options.max_requests if is_hybrid else 0
         blocks = Blocks(
             -(-options.cache_tokens // options.page_tokens),
@@ -107,12 +106,14 @@ class Engine:
             keep=options.prefix_cache and not is_hybrid,
         )
         self.scheduler = Scheduler(
-            blocks, step_tokens=options.step_tokens, max_requests=options.max_requests
+            blocks,
+            self.tokenizer.decode,
+            step_tokens=options.step_tokens,
+            max_requests=options.max_requests,
         )
         # Requests in the running step; after an exception, those that may have caused it.
         self.in_step: frozenset[str] = frozenset()
         self._commands: list[bytes] = []
-        self._texts: dict[str, TextStream] = {}
         self.ranks = Ranks(
             RankSetup(
                 folder=folder,
@@ -130,11 +131,6 @@ class Engine:
         )
 
     @property
-    def worker(self) -> RankWorker:
-        """Rank 0, which runs in this process."""
-        return self.ranks.worker
-
-    @property
     def idle(self) -> bool:
         """Whether the engine has no request."""
         return not (self.scheduler.num_waiting or self.scheduler.num_active)
@@ -142,12 +138,7 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -156,16 +147,20 @@ class Engine:
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request; refuse one that can never run."""
-        length = request.reserved_tokens
-        if length > self.config.max_tokens:
-            raise InputError(
-                f"prompt and max_tokens are {length} tokens and the model takes "
-                f"{self.config.max_tokens}; shorten the prompt or lower max_tokens"
-            )
+        blocks = self.scheduler.blocks
+        limits = {
+            "the model takes": self.config.max_tokens,
+            "the cache holds": blocks.num_pages * blocks.page_tokens,
+        }
+        for limit, most in limits.items():
+            if request.reserved_tokens > most:
+                raise InputError(
+                    f"prompt and max_tokens are {request.reserved_tokens} tokens and {limit} "
+                    f"{most}; shorten the prompt or lower max_tokens"
+                )
         if not all(0 <= token < self.config.vocab for token in request.prompt):
             raise InputError(f"the prompt has token ids outside 0..{self.config.vocab - 1}")
         self.scheduler.add(request)
-        self._texts[request.id] = TextStream(self.tokenizer.decode, request.stop)
 
     def post(self, command: bytes) -> None:
         """Send a command to every rank's extension with the next step."""
@@ -195,7 +190,7 @@ class Engine:
             self.scheduler.sampled(sample.request, sample.token)
             outputs.append(self._produce(sample))
         for failure in lead.failures:
-            self.cancel(failure.request)
+            self.scheduler.cancel(failure.request)
             outputs.append(failure)
         outputs += [
             Noted(rank, note) for rank, result in enumerate(results) for note in result.notes
@@ -204,19 +199,19 @@ class Engine:
 
     def _produce(self, sample: Sample) -> Produced:
         """Add a token to its answer, and finish the answer if the token ends it."""
-        if self.scheduler.get(sample.request).request.role is EngineRole.PREFILL:
-            return Produced(sample.request, sample)
-        shown, finish = self._show(sample)
+        active = self.scheduler.get(sample.request)
+        if active.request.role is EngineRole.PREFILL:
+            return Produced(sample.request, sample, finish=FinishReason.LENGTH)
+        shown, finish = self._show(active, sample.token)
         if finish is not None:
-            self.scheduler.finish(sample.request)
-            del self._texts[sample.request]
+            self.scheduler.finish(active)
         return Produced(sample.request, sample, shown, finish)
 
-    def _show(self, sample: Sample) -> tuple[str, FinishReason | None]:
-        active, text = self.scheduler.get(sample.request), self._texts[sample.request]
-        if sample.token in self.config.end_tokens and not active.request.ignore_end:
+    def _show(self, active: Active, token: int) -> tuple[str, FinishReason | None]:
+        text = active.text
+        if token in self.config.end_tokens and not active.request.ignore_end:
             return text.end(), FinishReason.STOP
-        shown = text.push(sample.token)
+        shown = text.push(token)
         if text.stopped:
             return shown, FinishReason.STOP
         if active.num_produced >= active.request.max_tokens:
@@ -224,28 +219,12 @@ class Engine:
             return shown, FinishReason.STOP if text.stopped else FinishReason.LENGTH
         return shown, None
 
-    def cancel(self, request_id: str) -> bool:
-        """Stop a request if it is known; return whether ``release`` has yet to be called."""
-        pinned = self.scheduler.cancel(request_id)
-        if not pinned:
-            self._texts.pop(request_id, None)
-        return pinned
-
-    def release(self, request_id: str) -> None:
-        """Free the pages of a request that no transfer touches any more."""
-        self.scheduler.release(request_id)
-        del self._texts[request_id]
-
     def arrived(self, request_id: str, first: Sample) -> Produced:
         """Begin to decode: every rank has the prompt's cache; ``first`` is the first token."""
         if not 0 <= first.token < self.config.vocab:
             raise InputError(f"the first token must be in 0..{self.config.vocab - 1}")
         self.scheduler.arrived(request_id, first.token)
         return self._produce(msgspec.structs.replace(first, request=request_id))
-
-    def recompute(self, request_id: str) -> None:
-        """Compute the prompt here; the transfer into its pages must have ended."""
-        self.scheduler.recompute(request_id)
 
 
 def _demand_gpus(options: EngineOptions) -> None:

@@ -18,6 +18,7 @@ PREFILL); ``cancel`` merely stops the computation.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 from msgspec.structs import replace
@@ -25,6 +26,7 @@ from msgspec.structs import replace
 from kvferry import InputError, Misuse
 from kvferry.reference.engine.blocks import BlockAllocation, Blocks
 from kvferry.reference.engine.requests import Admitted, EngineRequest, EngineRole, RequestWork
+from kvferry.reference.engine.text import TextStream
 
 
 class RequestPhase(Enum):
@@ -39,9 +41,12 @@ class RequestPhase(Enum):
 class Active:
     """A request with pages, which contain its first ``computed`` tokens."""
 
-    def __init__(self, request: EngineRequest, allocation: BlockAllocation) -> None:
+    def __init__(
+        self, request: EngineRequest, allocation: BlockAllocation, text: TextStream
+    ) -> None:
         self.request = request
         self.allocation = allocation
+        self.text = text
         self.tokens = list(request.prompt)
         self.computed = allocation.prefix
         is_decode = request.role is EngineRole.DECODE
@@ -60,9 +65,16 @@ class Active:
 
 
 class Scheduler:
-    """The waiting queue, the admitted requests and their pages."""
+    """The waiting queue, the admitted requests, their pages and the text of their answers."""
 
-    def __init__(self, blocks: Blocks, *, step_tokens: int, max_requests: int) -> None:
+    def __init__(
+        self,
+        blocks: Blocks,
+        decode: Callable[[Sequence[int]], str],
+        *,
+        step_tokens: int,
+        max_requests: int,
+    ) -> None:
         least = max_requests + blocks.page_tokens
         if step_tokens < least:
             raise InputError(
@@ -70,6 +82,7 @@ class Scheduler:
                 f"or prompts could wait for ever"
             )
         self.blocks = blocks
+        self._decode = decode
         self._step_tokens = step_tokens
         self._max_requests = max_requests
         self._waiting: deque[EngineRequest] = deque()
@@ -86,15 +99,9 @@ class Scheduler:
         return len(self._active)
 
     def add(self, request: EngineRequest) -> None:
-        """Append a request to the queue; refuse one that can never be admitted."""
+        """Append a request to the queue; its tokens must fit the cache."""
         if request.id in self._active or any(r.id == request.id for r in self._waiting):
             raise InputError(f"request {request.id!r} is known already; give it another id")
-        if self.blocks.pages_for(request.reserved_tokens) > self.blocks.num_pages:
-            capacity = self.blocks.num_pages * self.blocks.page_tokens
-            raise InputError(
-                f"prompt and max_tokens are {request.reserved_tokens} tokens and the cache holds "
-                f"{capacity}; shorten the prompt, lower max_tokens or enlarge the cache"
-            )
         self._waiting.append(request)
 
     def get(self, request_id: str) -> Active:
@@ -114,7 +121,8 @@ class Scheduler:
             if allocation is None:
                 break
             self._waiting.popleft()
-            self._active[request.id] = Active(request, allocation)
+            text = TextStream(self._decode, request.stop)
+            self._active[request.id] = Active(request, allocation, text)
             pages, row, prefix = allocation.pages, allocation.row, allocation.prefix
             admitted.append(Admitted(request.id, pages, row, prefix))
         return admitted
@@ -174,14 +182,20 @@ class Scheduler:
         self.blocks.publish(active.allocation, active.request.prompt)
 
     def recompute(self, request_id: str) -> None:
-        """Queue the request again to compute its prompt here; its transfer must have ended."""
+        """Compute the prompt of a decode request here; its transfer must have ended."""
+        waiting = [request.id for request in self._waiting]
+        if request_id in waiting:
+            at = waiting.index(request_id)
+            self._waiting[at] = replace(self._waiting[at], role=EngineRole.WHOLE)
+            return
         active = self._demand_arriving(request_id)
-        self._drop(active)
+        self.finish(active)
         self._waiting.appendleft(replace(active.request, role=EngineRole.WHOLE))
 
-    def finish(self, request_id: str) -> None:
-        """Drop a request that has its answer."""
-        self._drop(self.get(request_id))
+    def finish(self, active: Active) -> None:
+        """Drop a request that has its answer, and free its pages."""
+        del self._active[active.request.id]
+        self.blocks.release(active.allocation)
 
     def cancel(self, request_id: str) -> bool:
         """Stop a request if it is known; return whether ``release`` has yet to be called."""
@@ -190,7 +204,7 @@ class Scheduler:
         if active is None:
             return False
         if not active.pinned:
-            self._drop(active)
+            self.finish(active)
             return False
         active.phase = RequestPhase.HELD
         return True
@@ -200,14 +214,10 @@ class Scheduler:
         active = self.get(request_id)
         if not active.pinned:
             raise Misuse(f"request {request_id!r} is still being computed; cancel it")
-        self._drop(active)
+        self.finish(active)
 
     def _demand_arriving(self, request_id: str) -> Active:
         active = self.get(request_id)
         if active.phase is not RequestPhase.ARRIVING:
             raise Misuse(f"request {request_id!r} is {active.phase.name}, not ARRIVING")
         return active
-
-    def _drop(self, active: Active) -> None:
-        del self._active[active.request.id]
-        self.blocks.release(active.allocation)

@@ -9,6 +9,7 @@ The layout is the single source of truth: the layers and KV heads that a rank co
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -38,42 +39,76 @@ STATE = "state"
 FAMILIES = ("llama", "qwen3", HYBRID)
 
 
-class LinearConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of the hybrid's gated linear-attention layers."""
-
-    heads: int
-    key_dim: int
-    value_dim: int
-    kernel: int
-
-
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine needs to know about a model."""
+    """The fields of ``config.json`` that are used, most of them under shorter names."""
 
-    family: str
-    vocab: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    layer_types: tuple[str, ...]
-    max_tokens: int
-    norm_eps: float
-    rope_theta: float
-    tied: bool = False
-    linear: LinearConfig | None = None
-    end_tokens: tuple[int, ...] = ()
+    family: str = msgspec.field(name="model_type")
+    vocab: int = msgspec.field(name="vocab_size")
+    hidden: int = msgspec.field(name="hidden_size")
+    intermediate: int = msgspec.field(name="intermediate_size")
+    num_layers: int = msgspec.field(name="num_hidden_layers")
+    heads: int = msgspec.field(name="num_attention_heads")
+    num_key_value_heads: int | None = None
+    own_head_dim: int | None = msgspec.field(default=None, name="head_dim")
+    max_tokens: int = msgspec.field(default=2048, name="max_position_embeddings")
+    norm_eps: float = msgspec.field(default=1e-6, name="rms_norm_eps")
+    own_rope_theta: float | None = msgspec.field(default=None, name="rope_theta")
+    rope_scaling: dict[str, object] | None = None
+    rope_parameters: dict[str, object] | None = None
+    tied: bool = msgspec.field(default=False, name="tie_word_embeddings")
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    use_sliding_window: bool = False
+    own_layer_types: tuple[str, ...] | None = msgspec.field(default=None, name="layer_types")
+    eos_token_id: int | list[int] | None = None
+    # Sizes of the hybrid's gated linear-attention layers.
+    linear_heads: int = msgspec.field(default=0, name="linear_num_key_heads")
+    key_dim: int = msgspec.field(default=0, name="linear_key_head_dim")
+    value_dim: int = msgspec.field(default=0, name="linear_value_head_dim")
+    kernel: int = msgspec.field(default=0, name="linear_conv_kernel_dim")
 
     @property
-    def num_layers(self) -> int:
-        """Layers of the model."""
-        return len(self.layer_types)
+    def is_hybrid(self) -> bool:
+        """Whether some layers have a recurrent state."""
+        return self.family == HYBRID
 
     @property
     def head_norms(self) -> bool:
         """Whether each query and key head is normalised before the rotation."""
         return self.family != "llama"
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of an attention layer."""
+        return self.num_key_value_heads or self.heads
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head."""
+        return self.own_head_dim or self.hidden // self.heads
+
+    @property
+    def layer_types(self) -> tuple[str, ...]:
+        """The type of each layer."""
+        return self.own_layer_types or (ATTENTION,) * self.num_layers
+
+    @property
+    def rope(self) -> dict[str, object]:
+        """Parameters of the rotation; newer configurations keep them in ``rope_parameters``."""
+        theta = {"rope_theta": self.own_rope_theta} if self.own_rope_theta else {}
+        return {**theta, **(self.rope_scaling or {}), **(self.rope_parameters or {})}
+
+    @property
+    def rope_theta(self) -> float:
+        """The base of the rotation's frequencies."""
+        return float(str(self.rope.get("rope_theta", 10000.0)))
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The tokens that end an answer."""
+        ids = self.eos_token_id
+        return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
 
     def layers_of(self, layer_type: str) -> tuple[int, ...]:
         """Return the numbers of the layers of one type."""
@@ -81,97 +116,40 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def load(folder: Path) -> ModelConfig:
-        """Read ``config.json``."""
-        return _checked(decode_config(folder, _RawConfig))
+        """Read ``config.json``; refuse a model that would be computed wrongly."""
+        config = decode_config(folder, ModelConfig)
+        for problem in _problems(config):
+            raise Refused.because(
+                ReasonCode.BAD_CONFIG,
+                f"this engine can't run the model: {problem}; use a plain Llama or dense Qwen3 "
+                f"model",
+            )
+        return config
 
 
-class _RawConfig(msgspec.Struct, kw_only=True):
-    """The fields of ``config.json`` that are used, under their published names."""
-
-    model_type: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-6
-    rope_theta: float | None = None
-    rope_scaling: dict[str, object] | None = None
-    rope_parameters: dict[str, object] | None = None
-    tie_word_embeddings: bool = False
-    hidden_act: str = "silu"
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    use_sliding_window: bool = False
-    layer_types: tuple[str, ...] | None = None
-    eos_token_id: int | list[int] | None = None
-    linear_num_key_heads: int = 0
-    linear_key_head_dim: int = 0
-    linear_value_head_dim: int = 0
-    linear_conv_kernel_dim: int = 0
-
-
-def _checked(raw: _RawConfig) -> ModelConfig:
-    heads = raw.num_attention_heads
-    kv_heads = raw.num_key_value_heads or heads
-    layer_types = raw.layer_types or (ATTENTION,) * raw.num_hidden_layers
-    is_hybrid = raw.model_type == HYBRID
-    known = {ATTENTION, LINEAR} if is_hybrid else {ATTENTION}
-    _demand(raw.model_type in FAMILIES, f"its model_type is {raw.model_type!r:.40}")
-    _demand(raw.hidden_act == "silu", f"its activation is {raw.hidden_act!r}, not silu")
-    _demand(not (raw.attention_bias or raw.mlp_bias), "its projections have biases")
-    _demand(not raw.use_sliding_window, "it uses a sliding window")
-    _demand(heads % kv_heads == 0, f"{kv_heads} KV heads do not divide {heads} query heads")
-    _demand(set(layer_types) == known, f"its layers are of the types {', '.join(set(layer_types))}")
-    _demand(
-        len(layer_types) == raw.num_hidden_layers,
-        f"it lists {len(layer_types)} layers and says it has {raw.num_hidden_layers}",
-    )
-    # Newer configurations keep the rotation in ``rope_parameters``.
-    rope: dict[str, object] = {"rope_theta": raw.rope_theta} if raw.rope_theta else {}
-    rope |= {**(raw.rope_scaling or {}), **(raw.rope_parameters or {})}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    _demand(kind == "default", f"its rotary scaling is {kind!r}")
-    ids = raw.eos_token_id
-    return ModelConfig(
-        family=raw.model_type,
-        vocab=raw.vocab_size,
-        hidden=raw.hidden_size,
-        intermediate=raw.intermediate_size,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=raw.head_dim or raw.hidden_size // heads,
-        layer_types=layer_types,
-        max_tokens=raw.max_position_embeddings,
-        norm_eps=raw.rms_norm_eps,
-        rope_theta=float(str(rope.get("rope_theta", 10000.0))),
-        tied=raw.tie_word_embeddings,
-        linear=_linear(raw) if is_hybrid else None,
-        end_tokens=() if ids is None else (ids,) if isinstance(ids, int) else tuple(ids),
-    )
-
-
-def _demand(fits: bool, what: str) -> None:
-    if not fits:
-        raise Refused.because(
-            ReasonCode.BAD_CONFIG,
-            f"this engine can't run the model: {what}; use a plain Llama or dense Qwen3 model",
-        )
-
-
-def _linear(raw: _RawConfig) -> LinearConfig:
-    linear = LinearConfig(
-        heads=raw.linear_num_key_heads,
-        key_dim=raw.linear_key_head_dim,
-        value_dim=raw.linear_value_head_dim,
-        kernel=raw.linear_conv_kernel_dim,
-    )
-    sizes = (linear.heads, linear.key_dim, linear.value_dim, linear.kernel - 1)
-    _demand(min(sizes) >= 1, "a size of its linear-attention layers is missing")
-    return linear
+def _problems(config: ModelConfig) -> Iterator[str]:
+    """Yield reasons for which this engine cannot run a model."""
+    types = set(config.layer_types)
+    rope_type = config.rope.get("rope_type", config.rope.get("type", "default"))
+    sizes = (config.linear_heads, config.key_dim, config.value_dim, config.kernel - 1)
+    if config.family not in FAMILIES:
+        yield f"its model_type is {config.family!r:.40}"
+    if config.hidden_act != "silu":
+        yield f"its activation is {config.hidden_act!r}, not silu"
+    if config.attention_bias or config.mlp_bias:
+        yield "its projections have biases"
+    if config.use_sliding_window:
+        yield "it uses a sliding window"
+    if config.heads % config.kv_heads:
+        yield f"{config.kv_heads} KV heads do not divide {config.heads} query heads"
+    if types != ({ATTENTION, LINEAR} if config.is_hybrid else {ATTENTION}):
+        yield f"its layers are of the types {', '.join(types)}"
+    if len(config.layer_types) != config.num_layers:
+        yield f"it lists {len(config.layer_types)} layers and says it has {config.num_layers}"
+    if rope_type != "default":
+        yield f"its rotary scaling is {rope_type!r}"
+    if config.is_hybrid and min(sizes) < 1:
+        yield "a size of its linear-attention layers is missing"
 
 
 # ---------------------------------------------------------------- its cache
@@ -181,18 +159,17 @@ def cache_spec(config: ModelConfig, dtype: DType = DType.FLOAT32) -> CacheSpec:
     """Return what the model keeps: K and V per token, and for a hybrid a state row."""
     layers = config.layers_of(ATTENTION)
     kv = attention_group(KV, Paged(), layers, config.kv_heads, config.head_dim, None, dtype)
-    linear = config.linear
-    if linear is None:
+    if not config.is_hybrid:
         return CacheSpec(config.num_layers, (kv,))
-    width = linear.kernel - 1
+    width = config.kernel - 1
     # One unit is a head with its recurrent state and the last inputs of its convolutions.
     tensors = (
-        Tensor("conv_q", dtype, width * linear.key_dim),
-        Tensor("conv_k", dtype, width * linear.key_dim),
-        Tensor("conv_v", dtype, width * linear.value_dim),
-        Tensor("recurrent", DType.FLOAT32, linear.key_dim * linear.value_dim),
+        Tensor("conv_q", dtype, width * config.key_dim),
+        Tensor("conv_k", dtype, width * config.key_dim),
+        Tensor("conv_v", dtype, width * config.value_dim),
+        Tensor("recurrent", DType.FLOAT32, config.key_dim * config.value_dim),
     )
-    state = Group(STATE, StateRow(), config.layers_of(LINEAR), linear.heads, tensors)
+    state = Group(STATE, StateRow(), config.layers_of(LINEAR), config.linear_heads, tensors)
     return CacheSpec(config.num_layers, (kv, state))
 
 

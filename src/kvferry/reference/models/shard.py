@@ -59,7 +59,6 @@ def shard_of(config: ModelConfig, layout: Layout, rank: int) -> ModelShard:
     assert isinstance(parallel, Parallel)
     tp_rank = rank % parallel.tp
     kv_heads = parallel.unit_span(config.kv_heads, tp_rank)
-    linear = config.linear
     return ModelShard(
         rank=rank,
         parallel=parallel,
@@ -67,7 +66,9 @@ def shard_of(config: ModelConfig, layout: Layout, rank: int) -> ModelShard:
         layers=layout.rank_shards(rank)[0].layers,
         heads=_query_heads(config, parallel.tp, tp_rank, kv_heads),
         kv_heads=kv_heads,
-        state_heads=parallel.unit_span(linear.heads, tp_rank) if linear else Span(0, 0),
+        state_heads=parallel.unit_span(config.linear_heads, tp_rank)
+        if config.is_hybrid
+        else Span(0, 0),
         channels=even_share(config.intermediate, parallel.tp, tp_rank),
         vocab=even_share(config.vocab, parallel.tp, tp_rank),
     )

@@ -110,46 +110,37 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tied:
         shapes["lm_head.weight"] = (config.vocab, config.hidden)
     for layer, kind in enumerate(config.layer_types):
-        parts = _linear_shapes(config) if kind == LINEAR else _attention_shapes(config)
-        parts |= {
-            "input_layernorm.weight": (config.hidden,),
-            "post_attention_layernorm.weight": (config.hidden,),
-            "mlp.gate_proj.weight": (config.intermediate, config.hidden),
-            "mlp.up_proj.weight": (config.intermediate, config.hidden),
-            "mlp.down_proj.weight": (config.hidden, config.intermediate),
+        mixer = _linear_shapes(config) if kind == LINEAR else _attention_shapes(config)
+        parts: dict[str, tuple[int, ...]] = {
+            **mixer,
+            "input_layernorm": (config.hidden,),
+            "post_attention_layernorm": (config.hidden,),
+            "mlp.gate_proj": (config.intermediate, config.hidden),
+            "mlp.up_proj": (config.intermediate, config.hidden),
+            "mlp.down_proj": (config.hidden, config.intermediate),
         }
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
+        for name, shape in parts.items():
+            suffix = "" if name.endswith("_bias") else ".weight"
+            shapes[f"model.layers.{layer}.{name}{suffix}"] = shape
     return shapes
 
 
 def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "self_attn.q_proj.weight": (width, config.hidden),
-        "self_attn.k_proj.weight": (kv_width, config.hidden),
-        "self_attn.v_proj.weight": (kv_width, config.hidden),
-        "self_attn.o_proj.weight": (config.hidden, width),
-    }
-    if config.head_norms:
-        shapes["self_attn.q_norm.weight"] = (config.head_dim,)
-        shapes["self_attn.k_norm.weight"] = (config.head_dim,)
-    return shapes
+    hidden, dim = config.hidden, config.head_dim
+    widths = {"q": config.heads * dim, "k": config.kv_heads * dim, "v": config.kv_heads * dim}
+    norms = {f"self_attn.{name}_norm": (dim,) for name in "qk"} if config.head_norms else {}
+    projections = {f"self_attn.{name}_proj": (width, hidden) for name, width in widths.items()}
+    return {**projections, "self_attn.o_proj": (hidden, widths["q"]), **norms}
 
 
 def _linear_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    linear = config.linear
-    assert linear is not None
-    key, value = linear.heads * linear.key_dim, linear.heads * linear.value_dim
+    heads = config.linear_heads
+    key, value = heads * config.key_dim, heads * config.value_dim
+    widths = {"q": key, "k": key, "v": value, "z": value, "g": heads}
     return {
-        "linear_attn.q_proj.weight": (key, config.hidden),
-        "linear_attn.k_proj.weight": (key, config.hidden),
-        "linear_attn.v_proj.weight": (value, config.hidden),
-        "linear_attn.z_proj.weight": (value, config.hidden),
-        "linear_attn.g_proj.weight": (linear.heads, config.hidden),
-        "linear_attn.g_bias": (linear.heads,),
-        "linear_attn.conv_q.weight": (key, linear.kernel),
-        "linear_attn.conv_k.weight": (key, linear.kernel),
-        "linear_attn.conv_v.weight": (value, linear.kernel),
-        "linear_attn.norm.weight": (linear.value_dim,),
-        "linear_attn.o_proj.weight": (config.hidden, value),
+        **{f"linear_attn.{name}_proj": (width, config.hidden) for name, width in widths.items()},
+        "linear_attn.g_bias": (heads,),
+        **{f"linear_attn.conv_{name}": (widths[name], config.kernel) for name in "qkv"},
+        "linear_attn.norm": (config.value_dim,),
+        "linear_attn.o_proj": (config.hidden, value),
     }

@@ -41,7 +41,13 @@ class Tokenizer:
             fast = FastTokenizer.from_file(str(path))
         except Exception as error:
             raise InputError(f"{path} can't be read ({error}); download it again") from None
-        return Tokenizer(fast, _settings(folder))
+        path = folder / "tokenizer_config.json"
+        if not path.is_file():
+            return Tokenizer(fast, TokenizerSettings())
+        try:
+            return Tokenizer(fast, msgspec.json.decode(path.read_bytes(), type=TokenizerSettings))
+        except msgspec.DecodeError as error:
+            raise InputError(f"{path} can't be read ({error}); download it again") from None
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return token ids; ``special`` adds what the model expects around a plain text."""
@@ -76,17 +82,6 @@ class Tokenizer:
         )
         environment.globals["raise_exception"] = _refuse
         return environment.from_string(source)
-
-
-def _settings(folder: Path) -> TokenizerSettings:
-    path = folder / "tokenizer_config.json"
-    if not path.is_file():
-        return TokenizerSettings()
-    try:
-        settings = msgspec.json.decode(path.read_bytes(), type=TokenizerSettings)
-    except msgspec.DecodeError as error:
-        raise InputError(f"{path} can't be read ({error}); download it again") from None
-    return settings
 
 
 def _refuse(message: str) -> NoReturn:

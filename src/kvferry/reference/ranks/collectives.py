@@ -39,33 +39,6 @@ class RankLinks(NamedTuple):
 
 
 class Comm:
-    """Collectives of a rank without peers, and the interface of the others."""
-
-    def __init__(self, shard: ModelShard) -> None:
-        self._shard = shard
-        self.tp = shard.parallel.tp
-        self._first = shard.rank - shard.tp_rank
-
-    def total(self, partial: Tensor) -> Tensor:
-        """Return the sum over the ranks that share these layers; works in place."""
-        return partial
-
-    def join_columns(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
-        """Return the parts of all ranks side by side on the first rank, None elsewhere."""
-        return part
-
-    def pass_on(self, hidden: Tensor) -> None:
-        """Send the activations to the same rank of the next stage."""
-
-    def take_over(self, hidden: Tensor) -> Tensor:
-        """Fill ``hidden`` with the activations from the same rank of the previous stage."""
-        return hidden
-
-    def close(self) -> None:
-        """Disconnect. Idempotent."""
-
-
-class HostComm(Comm):
     """Collectives of ranks that are processes of one host.
 
     The first rank of a stage adds up what the others send, in rank order, and sends the sum
@@ -73,12 +46,14 @@ class HostComm(Comm):
     """
 
     def __init__(self, shard: ModelShard, sockets: RankSockets) -> None:
-        super().__init__(shard)
+        self._shard = shard
         self._sockets = sockets
+        self.tp = shard.parallel.tp
+        self._first = shard.rank - shard.tp_rank
         self._others = range(self._first + 1, self._first + self.tp)
 
     def total(self, partial: Tensor) -> Tensor:
-        """See the base class."""
+        """Return the sum over the ranks that share these layers; works in place."""
         if self.tp == 1:
             return partial
         data = _bytes_of(partial)
@@ -95,7 +70,7 @@ class HostComm(Comm):
         return partial
 
     def join_columns(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
-        """See the base class."""
+        """Return the parts of all ranks side by side on the first rank, None elsewhere."""
         if self.tp == 1:
             return part
         if self._shard.tp_rank:
@@ -107,16 +82,16 @@ class HostComm(Comm):
         return torch.cat(parts, dim=1)
 
     def pass_on(self, hidden: Tensor) -> None:
-        """See the base class."""
+        """Send the activations to the same rank of the next stage."""
         self._sockets.send(_bytes_of(hidden.contiguous()), self._shard.rank + self.tp)
 
     def take_over(self, hidden: Tensor) -> Tensor:
-        """See the base class."""
+        """Fill ``hidden`` with the activations from the same rank of the previous stage."""
         self._sockets.receive(_bytes_of(hidden), self._shard.rank - self.tp)
         return hidden
 
     def close(self) -> None:
-        """See the base class."""
+        """Disconnect. Idempotent."""
         self._sockets.close()
 
 
@@ -126,10 +101,12 @@ def _bytes_of(tensor: Tensor) -> NDArray[uint8]:
 
 
 class GpuComm(Comm):
-    """Collectives of ranks that have a GPU each."""
+    """Collectives of ranks that have a GPU each, by NCCL; ``group`` is the rank's stage."""
 
-    def __init__(self, shard: ModelShard, group: dist.ProcessGroup | None) -> None:
-        super().__init__(shard)
+    def __init__(
+        self, shard: ModelShard, sockets: RankSockets, group: dist.ProcessGroup | None
+    ) -> None:
+        super().__init__(shard, sockets)
         self._group = group
 
     def total(self, partial: Tensor) -> Tensor:
@@ -163,6 +140,7 @@ class GpuComm(Comm):
 
     def close(self) -> None:
         """See the base class."""
+        super().close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -170,10 +148,9 @@ class GpuComm(Comm):
 def connect(shard: ModelShard, device: torch.device, links: RankLinks, lost_s: float) -> Comm:
     """Return the collectives of a rank; on GPUs every rank calls this at the same time."""
     parallel = shard.parallel
-    if parallel.num_ranks == 1:
-        return Comm(shard)
-    if device.type == "cpu":
-        return HostComm(shard, RankSockets(links.ends, lost_s))
+    sockets = RankSockets(links.ends, lost_s)
+    if parallel.num_ranks == 1 or device.type == "cpu":
+        return Comm(shard, sockets)
     if dist.is_initialized():
         raise InputError(
             "this process is a rank of another instance already; run one instance a process"
@@ -190,7 +167,7 @@ def connect(shard: ModelShard, device: torch.device, links: RankLinks, lost_s: f
         dist.new_group(range(stage * parallel.tp, (stage + 1) * parallel.tp), timeout)
         for stage in range(parallel.pp)
     ]
-    return GpuComm(shard, stages[shard.stage])
+    return GpuComm(shard, sockets, stages[shard.stage])
 
 
 # ---------------------------------------------------------------- Unix sockets

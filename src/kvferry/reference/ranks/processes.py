@@ -97,20 +97,17 @@ class Ranks:
         try:
             for rank in range(1, setup.layout.num_ranks):
                 self._children.append(_start(setup, rank, links[rank]))
-            self._worker = self._start_own(setup, links[0])
+            try:
+                self._worker = RankWorker(setup, 0, links[0])
+            except RuntimeError as error:
+                # Meeting the others failed; usually one of them knows why.
+                self._explain(error)
             for child in self._children:
                 self._answer(child, time.monotonic() + setup.timeout_s)
         except BaseException:
             self._is_broken = True
             self.close()
             raise
-
-    def _start_own(self, setup: RankSetup, links: RankLinks) -> RankWorker:
-        try:
-            return RankWorker(setup, 0, links)
-        except RuntimeError as error:
-            # Meeting the others failed; usually one of them knows why.
-            self._explain(error)
 
     @property
     def worker(self) -> RankWorker:

@@ -22,8 +22,7 @@ from kvferry.reference.engine.requests import Sample, SampleFailed, StepPlan, St
 from kvferry.reference.engine.sampling import sample
 from kvferry.reference.models.batch import make_batch
 from kvferry.reference.models.config import ModelConfig
-from kvferry.reference.models.decoder import Decoder
-from kvferry.reference.models.layers import Build, Scratch
+from kvferry.reference.models.decoder import Build, Decoder, Scratch
 from kvferry.reference.models.shard import shard_of
 from kvferry.reference.models.weights import Weights
 from kvferry.reference.ranks.collectives import RankLinks, connect

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import msgspec
@@ -78,13 +79,14 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True):
         return make_transports(self.transport, self.config.host, self.config.options)
 
 
+@dataclass(slots=True)
 class RankRoom(Generic[H]):
     """One room on one rank, until the driver was told that its pages are free."""
 
-    def __init__(self, handle: H, digest: bytes) -> None:
-        self.handle = handle
-        self.digest = digest
-        self.told_end = False
+    handle: H
+    digest: bytes
+    begun: bool = False
+    told_end: bool = False
 
 
 class RoomExtension(Extension, ABC, Generic[H, E]):
@@ -104,6 +106,7 @@ class RoomExtension(Extension, ABC, Generic[H, E]):
     def start(self, cache: RankCache) -> None:
         """Make the endpoint over the rank's cache."""
         settings = self.settings
+        self._device = cache.memory.device
         self._endpoint = self._kind(
             cache.layout,
             Memory.at(cache.pools.map, [cache.region]),
@@ -190,11 +193,6 @@ class DecodeExtension(RoomExtension[Incoming, TargetEndpoint]):
         """Return memory that sources can write into."""
         return self.transports.allocate(num_bytes)
 
-    def start(self, cache: RankCache) -> None:
-        """See the base class."""
-        self._device = cache.memory.device
-        super().start(cache)
-
     def _begin(self, command: OpenCommand | ReceiveCommand) -> Incoming:
         assert isinstance(command, ReceiveCommand), command
         if self._device.type == "cuda":
@@ -222,7 +220,6 @@ class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):
 
     def __init__(self, settings: EndpointSettings, rank: int) -> None:
         super().__init__(SourceEndpoint, settings, rank)
-        self._begun: set[str] = set()
         self._layers_per_push = 0
 
     def start(self, cache: RankCache) -> None:
@@ -251,9 +248,12 @@ class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):
             room = self.rooms.get(work.request)
             if room is None:
                 continue
-            if work.request not in self._begun:
-                self._begun.add(work.request)
-                self._push_cached(room.handle, work)
+            if not room.begun:
+                room.begun = True
+                if work.first:
+                    # The cached prefix, which an earlier request computed.
+                    pages = self._pages(work, 0, work.first)
+                    room.handle.push((0, work.first), pages, after=self._recorder.computed())
             room.handle.prepare((work.first, work.end), self._pages(work, work.first, work.end))
         if plan.works:
             num_tokens = sum(len(work.tokens) for work in plan.works)
@@ -273,7 +273,7 @@ class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):
         layers = (layer - place, end)
         if layers == (self.tuner.first, self.tuner.end):
             return
-        event = self._event()
+        event = self._recorder.computed()
         for work in plan.works:
             room = self.rooms.get(work.request)
             if room is not None:
@@ -291,12 +291,6 @@ class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):
         states = None if work.sampling is None else work.row
         room.push((work.first, work.end), pages, after=event, layers=layers, states=states)
 
-    def _push_cached(self, room: Outgoing, work: RequestWork) -> None:
-        """Push the prompt's cached prefix, which an earlier request computed."""
-        if work.first:
-            pages = self._pages(work, 0, work.first)
-            room.push((0, work.first), pages, after=self._event())
-
     def after(
         self, plan: StepPlan, samples: Sequence[Sample], failures: Sequence[SampleFailed]
     ) -> list[bytes]:
@@ -304,7 +298,7 @@ class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):
 
         Without a first token decode cannot go on, so the room is aborted.
         """
-        event = self._event()
+        event = self._recorder.computed()
         firsts = {sample.request: sample for sample in samples}
         failed = {failure.request for failure in failures}
         for work in plan.works:
@@ -318,24 +312,16 @@ class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):
                 self._push(room.handle, work, event)
             if work.sampling is not None:
                 first = firsts.get(work.request)
+                http, life = self.settings.http, self.settings.life
                 room.handle.close(
-                    self._metadata(first) if first else b"",
+                    encode(FirstTokenNote(first, http, life)) if first else b"",
                     states=work.row,
                     tokens=work.end,
                     after=event,
                     digest=room.digest,
                 )
-        notes = super().after(plan, samples, failures)
-        self._begun &= self.rooms.keys()
-        return notes
-
-    def _metadata(self, first: Sample) -> bytes:
-        return encode(FirstTokenNote(first, self.settings.http, self.settings.life))
+        return super().after(plan, samples, failures)
 
     def _pages(self, work: RequestWork, first: int, end: int) -> list[int]:
         touched = touched_pages(Span(first, end), self._page_tokens)
         return work.pages[touched.first : touched.end]
-
-    def _event(self) -> Waitable | None:
-        """Return an event of the GPU work queued so far; None on a CPU, which is done."""
-        return self._recorder.computed()

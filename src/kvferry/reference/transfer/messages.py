@@ -6,6 +6,8 @@ does not read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from kvferry import Done, Failure, Outcome, RankAgreement, Room
@@ -86,23 +88,10 @@ class FirstTokenNote(msgspec.Struct, frozen=True):
 
 Command = OpenCommand | ReceiveCommand | AbortCommand
 Note = EndedNote | ReleasedNote
-_COMMANDS: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
-_NOTES: msgspec.msgpack.Decoder[Note] = msgspec.msgpack.Decoder(Note)
-
-
-def encode(message: Command | Note | FirstTokenNote) -> bytes:
-    """Return a message as it travels."""
-    return msgspec.msgpack.encode(message)
-
-
-def decode_note(note: bytes) -> Note:
-    """Return a rank's note."""
-    return _NOTES.decode(note)
-
-
-def decode_command(command: bytes) -> Command:
-    """Return a driver's command."""
-    return _COMMANDS.decode(command)
+# A message as it travels, and back.
+encode: Callable[[Command | Note | FirstTokenNote], bytes] = msgspec.msgpack.encode
+decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode
+decode_note: Callable[[bytes], Note] = msgspec.msgpack.Decoder(Note).decode
 
 
 def take_note(agreement: RankAgreement, rank: int, note: Note) -> None:

@@ -18,7 +18,6 @@ import re
 import signal
 import threading
 from collections.abc import Callable
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 
@@ -53,6 +52,7 @@ from kvferry.reference.transfer.extensions import (
     PrefillExtension,
 )
 from kvferry.reference.worker.loop import EngineLoop
+from kvferry.router.worker_pool import WorkerRole
 from kvferry.security.signing import RequestVerifier
 
 log = logging.getLogger(__name__)
@@ -64,15 +64,8 @@ SHUTDOWN_S = 2.0
 FILES_EACH = 2
 
 
-class InstanceRole(StrEnum):
-    """Which half of a request a worker computes; without a room, either computes both."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
 class InstanceOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a worker.
+    """Options of a worker. Without a room, a worker of either role computes a whole request.
 
     ``folder`` is the model's, ``model`` the name under which it is served (by default the
     folder's). ``advertise`` is the address at which others reach this host (by default
@@ -81,7 +74,7 @@ class InstanceOptions(msgspec.Struct, frozen=True, kw_only=True):
     worker pushes at a time.
     """
 
-    role: InstanceRole
+    role: WorkerRole
     name: str
     folder: str
     model: str = ""
@@ -145,7 +138,7 @@ def extension_for(options: InstanceOptions, url: str = "", life: str = "") -> Ma
         layers=options.layers,
         config=msgspec.structs.replace(options.endpoint, host=options.reached_at),
     )
-    kind = PrefillExtension if options.role is InstanceRole.PREFILL else DecodeExtension
+    kind = PrefillExtension if options.role is WorkerRole.PREFILL else DecodeExtension
     return partial(kind, settings)
 
 
@@ -162,7 +155,7 @@ class EngineInstance:
         self._listener = bind_socket(address, options.port)
         self.url = http_url(reached_at, self._listener)
         self._extend = extend
-        role = EngineRole.PREFILL if options.role is InstanceRole.PREFILL else EngineRole.DECODE
+        role = EngineRole.PREFILL if options.role is WorkerRole.PREFILL else EngineRole.DECODE
         self.loop = EngineLoop(self._make_engine, role)
         self._role = EngineRole.WHOLE if options.discovery is None else role
         self._client: DiscoveryClient | None = None
@@ -178,15 +171,16 @@ class EngineInstance:
         options = self.options
         self.loop.begin()
         engine = await asyncio.wrap_future(self.loop.ready)
-        api = Api(
-            self.loop,
-            _serving(options, engine, self._role),
-            _about(options, engine),
+        blocks = engine.scheduler.blocks
+        serving = Serving(
+            model=options.served_as,
+            tokenizer=engine.tokenizer,
+            max_tokens=min(engine.config.max_tokens, blocks.num_pages * blocks.page_tokens),
+            role=self._role,
             deadline_s=options.deadline_s,
             request_s=options.request_s,
-            key=self._key,
-            verifier=self._verifier,
         )
+        api = Api(self.loop, serving, _about(options, engine), self._key, self._verifier)
         connections = Connections(limits_here(FILES_EACH), api.metrics.registry)
         self._site = HttpSite(api.application(), connections, shutdown_s=SHUTDOWN_S)
         await self._site.start(self._listener)
@@ -260,12 +254,6 @@ async def _run(options: InstanceOptions, ready: Callable[[str], None]) -> None:
     # A stuck engine is not even done.
     if instance.loop.died.done() and (reason := instance.loop.died.result()) is not None:
         raise reason
-
-
-def _serving(options: InstanceOptions, engine: Engine, role: EngineRole) -> Serving:
-    blocks = engine.scheduler.blocks
-    longest = min(engine.config.max_tokens, blocks.num_pages * blocks.page_tokens)
-    return Serving(options.served_as, engine.tokenizer, longest, role)
 
 
 def _about(options: InstanceOptions, engine: Engine) -> dict[str, object]:

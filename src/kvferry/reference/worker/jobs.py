@@ -1,21 +1,29 @@
-"""Jobs of a worker: a request, who waits for its answer, and its state.
+"""Jobs of a worker: a request, its state, and the answer that its caller waits for.
 
-A ``ServeJob`` belongs to the engine's thread. It reports through ``tell``: pieces, the last of
-which has a ``finish``, or one ``JobFailed``; nothing after that.
+A ``ServeJob`` belongs to the engine's thread until it is answered. Its caller waits for
+``events``: tokens, the last of which has a ``finish``, or one ``JobFailed``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import asyncio
+import contextlib
+import threading
+import time
+from collections import OrderedDict
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from enum import StrEnum, auto
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
 from kvferry import MAX_NAME, RankAgreement, Room
-from kvferry.reference.engine.requests import EngineRequest, FinishReason, Sample
+from kvferry.reference.engine.requests import EngineRequest, Produced
+from kvferry.telemetry.logs.context import current
+
+MAX_ENDS = 1024
 
 
 class Fallback(StrEnum):
@@ -45,12 +53,10 @@ class Origin(StrEnum):
 
 
 class TransferAccount(msgspec.Struct, frozen=True, kw_only=True):
-    """What the caller is told about a request's transfer.
+    """Decode's report of a request's transfer.
 
-    Decode: ``prefix`` tokens were cached, ``num_bytes`` came by ``mode`` within ``seconds``
-    after the pages were offered; ``room`` is None if no transfer was tried. Prefill, which
-    does not wait for the transfer: the ``num_bytes`` of the prompt's whole cache, the
-    ``prefix`` that was cached, and the ``chunks`` computed in ``seconds``.
+    ``prefix`` tokens were cached, ``num_bytes`` came by ``mode`` within ``seconds`` after the
+    pages were offered; ``room`` is None if no transfer was tried.
     """
 
     room: Room | None
@@ -58,7 +64,6 @@ class TransferAccount(msgspec.Struct, frozen=True, kw_only=True):
     mode: str | None = None
     prefix: int = 0
     num_bytes: int | None = msgspec.field(default=None, name="bytes")
-    chunks: int | None = None
     seconds: float | None = None
 
 
@@ -91,19 +96,6 @@ class RoomEnd(msgspec.Struct, frozen=True):
     num_bytes: int = msgspec.field(default=0, name="bytes")
 
 
-class AnswerPiece(msgspec.Struct, frozen=True):
-    """A token of the answer and its text; the last piece has a ``finish``.
-
-    ``prefill`` is the URL and the life of the worker that knows the room's ``RoomEnd``.
-    """
-
-    sample: Sample
-    text: str
-    finish: FinishReason | None = None
-    report: TransferAccount | None = None
-    prefill: tuple[str, str] | None = None
-
-
 class JobFailed(msgspec.Struct, frozen=True):
     """There is no answer, or no more of it."""
 
@@ -111,21 +103,37 @@ class JobFailed(msgspec.Struct, frozen=True):
     message: str
 
 
-@dataclass(slots=True, eq=False)
-class ServeJob:
-    """One request in the engine's hands.
+class Ask(NamedTuple):
+    """A request as the engine takes it, and the form of its answer.
 
-    ``agreement`` is set while ranks have a room of it. ``answered``: nobody waits for more.
-    ``over``: nothing is left to do, not even to release. ``asked_as`` and ``traceparent`` are
-    the caller's request id and trace.
+    ``is_local``: the prompt is computed here although a transfer would have been possible.
     """
 
     request: EngineRequest
-    ticket: Ticket | None
-    tell: Callable[[AnswerPiece | JobFailed], None]
-    begun_at: float
+    ticket: Ticket | None = None
+    chat: bool = False
+    stream: bool = False
+    usage: bool = False
+    logprobs: bool = False
+    token_ids: bool = False
+    is_local: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class ServeJob:
+    """One request in the engine's hands; make it on the event loop of its caller.
+
+    ``agreement`` is set while ranks have a room of it. ``answered``: nobody waits for more.
+    ``over``: nothing is left to do, not even to release. ``report`` is complete with the last
+    token. ``prefill`` is the URL and the life of the worker that knows the room's ``RoomEnd``.
+    ``trace`` is the caller's request id and trace.
+    """
+
+    ask: Ask
     deadline: float
     transfer_deadline: float
+    report: TransferAccount | None = None
+    prefill: tuple[str, str] | None = None
     admitted_at: float | None = None
     agreement: RankAgreement | None = None
     aborted: bool = False
@@ -133,24 +141,71 @@ class ServeJob:
     answered: bool = False
     over: bool = False
     prefix: int = 0
-    chunks: int = 0
-    report: TransferAccount | None = None
-    asked_as: str = ""
-    traceparent: str = ""
+    trace: tuple[str, str] = field(default_factory=current)
+    events: asyncio.Queue[Produced | JobFailed] = field(default_factory=asyncio.Queue)
+    _here: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+
+    @staticmethod
+    def begin(ask: Ask, *, deadline_s: float, request_s: float) -> ServeJob:
+        """Return a job that begins now."""
+        now = time.monotonic()
+        wanted_s = ask.ticket.deadline_s if ask.ticket else None
+        return ServeJob(
+            ask,
+            deadline=now + request_s,
+            # No caller holds the worker's pages for longer than a request may take.
+            transfer_deadline=now + min(wanted_s or deadline_s, request_s),
+            report=TransferAccount(room=None, source=Origin.RECOMPUTED) if ask.is_local else None,
+        )
 
     @property
     def id(self) -> str:
         """The request's id."""
-        return self.request.id
+        return self.ask.request.id
 
-    def say(self, piece: AnswerPiece) -> None:
-        """Pass on a piece of the answer, unless nobody waits for it."""
-        if not self.answered:
-            self.answered = piece.finish is not None
-            self.tell(piece)
+    @property
+    def room(self) -> Room:
+        """The room of a job with a ticket."""
+        assert self.ask.ticket is not None
+        return self.ask.ticket.room
+
+    def send(self, event: Produced | JobFailed) -> None:
+        """Pass an event to the caller, unless nobody waits for it."""
+        if self.answered:
+            return
+        self.answered = isinstance(event, JobFailed) or event.finish is not None
+        # The caller's server may be closed by now.
+        with contextlib.suppress(RuntimeError):
+            self._here.call_soon_threadsafe(self.events.put_nowait, event)
 
     def fail(self, trouble: Trouble, message: str) -> None:
-        """Report that no answer comes, unless nobody waits for it."""
-        if not self.answered:
-            self.answered = True
-            self.tell(JobFailed(trouble, message))
+        """Report that no answer comes."""
+        self.send(JobFailed(trouble, message))
+
+
+class RoomEnds:
+    """How the last rooms of a worker ended. Thread-safe and bounded."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ends: OrderedDict[str, Future[RoomEnd]] = OrderedDict()
+
+    def wait_for(self, room: str) -> Future[RoomEnd]:
+        """Return the end of a room, which may be in the future."""
+        with self._lock:
+            return self._get(room)
+
+    def record(self, end: RoomEnd) -> None:
+        """Record how a room ended."""
+        with self._lock:
+            if self._get(str(end.room)).done():
+                # The same room was used before.
+                del self._ends[str(end.room)]
+            self._get(str(end.room)).set_result(end)
+
+    def _get(self, room: str) -> Future[RoomEnd]:
+        end = self._ends.setdefault(room, Future())
+        self._ends.move_to_end(room)
+        if len(self._ends) > MAX_ENDS:
+            self._ends.popitem(last=False)
+        return end

@@ -10,8 +10,7 @@ from aiohttp import web
 from router.fakes import bounded
 
 from kvferry.reference.api.pending import RoomAsker
-from kvferry.reference.worker.jobs import RoomEnd
-from kvferry.reference.worker.rooms import MAX_ENDS, RoomEnds
+from kvferry.reference.worker.jobs import MAX_ENDS, RoomEnd, RoomEnds
 
 END = RoomEnd(7, None, "runs", 64)
 
@@ -19,7 +18,7 @@ END = RoomEnd(7, None, "runs", 64)
 def test_the_last_rooms_are_remembered_and_old_ones_forgotten() -> None:
     ends = RoomEnds()
     for room in range(MAX_ENDS + 1):
-        ends.tell(RoomEnd(room))
+        ends.record(RoomEnd(room))
     assert ends.wait_for(str(MAX_ENDS)).result(0) == RoomEnd(MAX_ENDS)
     assert not ends.wait_for("0").done()
 
@@ -27,8 +26,8 @@ def test_the_last_rooms_are_remembered_and_old_ones_forgotten() -> None:
 def test_a_room_that_is_used_again_has_a_new_end() -> None:
     ends = RoomEnds()
     first = ends.wait_for("7")
-    ends.tell(END)
-    ends.tell(RoomEnd(7, "gone"))
+    ends.record(END)
+    ends.record(RoomEnd(7, "gone"))
     assert first.result(0) == END
     assert ends.wait_for("7").result(0) == RoomEnd(7, "gone")
 
@@ -44,7 +43,7 @@ async def test_many_wait_for_one_room_and_some_leave() -> None:
     waiting = [asyncio.create_task(wait()) for _ in range(1000)]
     await asyncio.sleep(0)
     waiting.pop().cancel()
-    threading.Thread(target=ends.tell, args=(END,)).start()
+    threading.Thread(target=ends.record, args=(END,)).start()
     assert await asyncio.gather(*waiting) == [END] * 999
 
 
