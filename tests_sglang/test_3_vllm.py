@@ -36,7 +36,7 @@ VLLM = VENV / "bin" / "vllm"
 BLOCK_TOKENS = 32
 # Blocks whose K is not by tokens have a name of their own.
 THEIRS = f"blocks_of_{BLOCK_TOKENS}_tokens"
-DIFFER = "so one can't read the other's; use engines that keep it in the same form"
+DIFFER = "so one can't read the other's; use engines"
 
 pytestmark = pytest.mark.skipif(
     not VLLM.exists(),
