@@ -117,7 +117,7 @@ class Backend:
 
 def tell(end: Any) -> None:
     """What kvferry's hook tells of a request; stock SGLang has no such hook."""
-    if hasattr(end, "tell"):
+    if hasattr(end, "bind_request"):
         none = dict.fromkeys(("lora_id", "cache_salt", "extra_key", "multimodal_inputs"))
         end.bind_request(SimpleNamespace(origin_input_ids=list(range(TOKENS)), **none))
 
