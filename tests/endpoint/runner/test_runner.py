@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from kvferry.config import ProtocolConfig
 from kvferry.endpoint.runner.runner import (
     MAX_WAITING_FRAMES,
+    MIN_STALL,
     PeerGone,
     SourcePorts,
     SourceRunner,
@@ -414,7 +415,7 @@ def test_events_are_taken_before_time(bench: Bench) -> None:
 def test_a_late_turn_first_reports_by_how_much(bench: Bench) -> None:
     bench.take(Open("r", 500.0), at=10.0)
     due = bench.runner.wakeup()
-    in_time, late = due + TIMES.heartbeat_s / 2, due + 30.0
+    in_time, late = due + TIMES.heartbeat_s * MIN_STALL, due + 30.0
     bench.runner.turn([Cancel("r")], in_time)
     assert OwnStall not in map(type, bench.script.heard)
     bench.take(Open("s", 500.0), at=in_time)

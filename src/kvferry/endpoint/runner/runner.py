@@ -62,6 +62,9 @@ from kvferry.protocol.outcome import Outcome
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.target import TargetMachine
 
+# A turn that is late by less than this part of a heartbeat is not reported as a stall.
+MIN_STALL = 1 / 32
+
 M = TypeVar("M", bound=Machine)
 
 # Frames that may wait for the end of a long turn. More are sent in the middle of it.
@@ -236,7 +239,7 @@ class MachineRunner(ABC, Generic[M, P]):
         """Tell the machine if this turn is late: its peers were not silent meanwhile."""
         late_s = now - max(self._tick_at, self._turned_at)
         self._turned_at = now
-        if late_s > self.machine.config.heartbeat_s / 2:
+        if late_s > self.machine.config.heartbeat_s * MIN_STALL:
             self.take(OwnStall(late_s), now)
 
     def advance_time(self, now: float) -> None:

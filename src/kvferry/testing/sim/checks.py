@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from kvferry.endpoint.runner.runner import MIN_STALL
 from kvferry.ids import Peer, Room, Session
 from kvferry.protocol.events import Event, Received
 from kvferry.protocol.outcome import Failure
@@ -91,8 +92,9 @@ class NodeChecks:
                 text = f"{node.peer} calls {peer} silent with its frames unread"
                 self._world.violate("never hangs", text, room)
         times = node.machine.config
-        # A process cannot tell that it was stopped between two heartbeats.
-        limit_s = times.silence_s - times.heartbeat_s
+        # A process cannot tell that it was stopped between two heartbeats, and does not report
+        # less than ``MIN_STALL``.
+        limit_s = times.silence_s - times.heartbeat_s * (1 + MIN_STALL)
         for peer, (ran_s, heard_at) in self._last_heard.items():
             if str(peer) not in words or node.machine.current.get(peer) is not None:
                 continue  # The failure is about another peer, or another session.
