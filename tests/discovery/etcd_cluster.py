@@ -39,6 +39,16 @@ def free_ports(number: int) -> list[int]:
             each.close()
 
 
+def member_command(folder: Path, name: str, client: str, peer: str, cluster: str) -> list[str]:
+    """Return the command that starts a member of a new cluster with quick elections."""
+    words = [find_etcd(), "--name", name, "--data-dir", str(folder / name)]
+    words += ["--listen-client-urls", client, "--advertise-client-urls", client]
+    words += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
+    words += ["--initial-cluster", cluster, "--initial-cluster-state", "new"]
+    words += ["--heartbeat-interval", "50", "--election-timeout", "500", "--unsafe-no-fsync"]
+    return [*words, "--log-level", "error"]
+
+
 class EtcdMember:
     """One etcd process and its data folder, which outlives the process."""
 
@@ -50,12 +60,7 @@ class EtcdMember:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, cluster: str, flags: Sequence[str]) -> None:
-        words = [find_etcd(), "--name", self.name, "--data-dir", str(self.folder / self.name)]
-        words += ["--listen-client-urls", self.client, "--advertise-client-urls", self.client]
-        words += ["--listen-peer-urls", self.peer, "--initial-advertise-peer-urls", self.peer]
-        words += ["--initial-cluster", cluster, "--initial-cluster-state", "new"]
-        words += ["--heartbeat-interval", "50", "--election-timeout", "500", "--unsafe-no-fsync"]
-        words += ["--log-level", "error", *flags]
+        words = [*member_command(self.folder, self.name, self.client, self.peer, cluster), *flags]
         with (self.folder / f"{self.name}.log").open("ab") as log:
             self.process = subprocess.Popen(words, stdout=log, stderr=log)
 

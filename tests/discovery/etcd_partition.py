@@ -17,7 +17,7 @@ from threading import Event
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
-from discovery.etcd_cluster import find_etcd
+from discovery.etcd_cluster import member_command
 from msgspec.structs import replace
 
 from kvferry.discovery.client import DiscoveryClient
@@ -41,13 +41,7 @@ def start_member(folder: Path, number: int) -> subprocess.Popen[bytes]:
     """Start a member in a network of its own. It waits for its cable."""
     client, peer = f"http://{address(number)}:2379", f"http://{address(number)}:2380"
     cluster = ",".join(f"m{each}=http://{address(each)}:2380" for each in range(NUMBER))
-    words = [find_etcd(), "--name", f"m{number}", "--data-dir", str(folder / f"m{number}")]
-    words += ["--listen-client-urls", client, "--advertise-client-urls", client]
-    words += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
-    words += ["--initial-cluster", cluster, "--initial-cluster-state", "new"]
-    words += ["--heartbeat-interval", "50", "--election-timeout", "500", "--unsafe-no-fsync"]
-    words += ["--log-level", "error"]
-
+    words = member_command(folder, f"m{number}", client, peer, cluster)
     process = subprocess.Popen(
         ["unshare", "--net", "sh", "-c", 'echo apart; read -r _; exec "$@"', "sh", *words],
         stdin=subprocess.PIPE,
