@@ -13,8 +13,9 @@ PLAN_MODEL := tests/data/configs/llama-3.3-70b.json
 VLLM ?= 0.32
 VLLM_VENV ?= .venv-vllm-$(VLLM)
 
-# SGLang has an environment of its own, about 3 GB, which may lie anywhere.
-SGLANG_VENV ?= .venv-sglang
+# SGLang has an environment of its own for each version, about 3 GB, which may lie anywhere.
+SGLANG ?= 0.5.23
+SGLANG_VENV ?= .venv-sglang-$(SGLANG)
 
 .PHONY: help install demo plan test test-vllm test-sglang test-page unit lint format bench soak mutants clean
 
@@ -56,8 +57,8 @@ test-vllm: ## real vLLM engines on this machine's CPU (VLLM=0.31 for another ver
 	@scripts/vllm-env $(VLLM_VENV) $(PYTHON) $(VLLM)
 	@scripts/test-vllm $(VLLM_VENV)/bin/python
 
-test-sglang: ## real SGLang servers on this machine's CPU (SGLANG_VENV: where SGLang is, or is put)
-	@scripts/sglang-env $(SGLANG_VENV) $(PYTHON)
+test-sglang: ## real SGLang servers on this machine's CPU (SGLANG=0.5.22 for another version)
+	@scripts/sglang-env $(SGLANG_VENV) $(PYTHON) $(SGLANG)
 	@VLLM_VENV=$(abspath $(VLLM_VENV)) scripts/test-sglang $(SGLANG_VENV)/bin/python
 
 lint: $(INSTALLED) ## ruff, mypy --strict, import rules

@@ -22,7 +22,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kvferry.layout import CacheSpec, DType, Layout, Order, Parallel, attention
+from kvferry.layout import (
+    CacheSpec,
+    DType,
+    Group,
+    Layout,
+    Order,
+    Paged,
+    Parallel,
+    Part,
+    Tensor,
+    attention,
+)
 from kvferry.memory.copy.gpu import GpuCopier, GpuCopy
 from kvferry.plan import (
     PagedView,
@@ -40,6 +51,13 @@ from kvferry.regions import Device
 Pages = np.ndarray[Any, Any]
 LAYERS = 64
 MARK = 0xEE
+# DeepSeek V3.2 in FP8.
+PACKED = Tensor.composite(
+    "latent",
+    Part("values", DType.FLOAT8_E4M3, 512),
+    Part("scales", DType.FLOAT32, 4),
+    Part("rotary", DType.BFLOAT16, 64),
+)
 
 
 class Case(NamedTuple):
@@ -54,16 +72,38 @@ class Case(NamedTuple):
     heads: int = 8
     head_dim: int = 128
     dtype: DType = DType.BFLOAT16
+    # The source's TP ranks all share the tokens, this many in turn; 0 if each has all.
+    interleave: int = 0
+    # Latents in FP8 with their scales, instead of heads.
+    is_packed: bool = False
 
     def __str__(self) -> str:
+        shape = "packed latent" if self.is_packed else f"{self.heads}×{self.head_dim} {self.dtype}"
+        source = f"DCP{self.source_tp} by {self.interleave}" if self.interleave else ""
         return (
-            f"{self.direction} TP{self.source_tp}→TP{self.target_tp}, page {self.page_tokens} "
-            f"{self.order.upper()}, {self.heads}×{self.head_dim} {self.dtype}, {self.tokens} tokens"
+            f"{self.direction} {source or f'TP{self.source_tp}'}→TP{self.target_tp}, page "
+            f"{self.page_tokens} {self.order.upper()}, {shape}, {self.tokens} tokens"
         )
+
+    @property
+    def source(self) -> Parallel:
+        """The sharding of the source."""
+        if not self.interleave:
+            return Parallel(tp=self.source_tp)
+        return Parallel(tp=self.source_tp, dcp=self.source_tp, interleave=self.interleave)
+
+    def positions(self, source: int) -> torch.Tensor:
+        """Return the positions of a source's tokens."""
+        every = torch.arange(self.tokens, device="cuda")
+        if not self.interleave:
+            return every
+        return every[every // self.interleave % self.source_tp == source]
 
     @property
     def spec(self) -> CacheSpec:
         """The model's cache."""
+        if self.is_packed:
+            return CacheSpec(LAYERS, (Group("kv", Paged(), tuple(range(LAYERS)), 1, (PACKED,)),))
         return attention(
             layers=LAYERS, kv_heads=self.heads, head_dim=self.head_dim, dtype=self.dtype
         )
@@ -112,6 +152,16 @@ CASES = (
     Case("scatter", 4, 1, head_dim=64),
     Case("gather", 1, 4, dtype=DType.FLOAT8_E4M3),
     Case("gather", 1, 1, heads=1, head_dim=576),
+    # Context parallelism: ranks that share the tokens of a latent, to ranks that have all.
+    *(
+        Case(direction, 8, 2, heads=1, head_dim=576, tokens=65536, interleave=interleave)
+        for direction in ("direct", "gather", "scatter")
+        for interleave in (64, 1)
+    ),
+    Case("direct", 1, 1, is_packed=True, tokens=32768),
+    Case("direct", 1, 1, is_packed=True, tokens=32768, page_tokens=16),
+    Case("gather", 1, 1, is_packed=True, tokens=32768),
+    Case("direct", 8, 2, is_packed=True, tokens=65536, interleave=64),
 )
 
 
@@ -149,8 +199,9 @@ class Rank:
 class Slot:
     """A staging slot in GPU memory."""
 
-    def __init__(self, num_bytes: int, case: Case) -> None:
+    def __init__(self, num_bytes: int, num_units: int, case: Case) -> None:
         self.case = case
+        self.num_units = num_units
         self.regions = [_bytes(num_bytes)]
         self.addresses = (self.regions[0].data_ptr(),)
 
@@ -160,7 +211,8 @@ class Slot:
 
     def tokens(self, layer: int, tensor: int, pages: Pages) -> torch.Tensor:
         """Return the tokens of one tensor as [tokens, heads, bytes]."""
-        shape = (LAYERS, 2, self.case.tokens, -1, self.case.unit_bytes)
+        shape = (LAYERS, len(self.case.spec.groups[0].tensors), -1, self.num_units,
+                 self.case.unit_bytes)  # fmt: skip
         return self.regions[0].view(shape)[layer, tensor]
 
     def untouched(self, pages: Pages) -> bool:
@@ -173,9 +225,10 @@ class Memory:
 
     def __init__(self, case: Case) -> None:
         source, target = (
-            Layout(case.spec, Parallel(tp=tp), page_tokens=case.page_tokens, order=case.order)
-            for tp in (case.source_tp, case.target_tp)
+            Layout(case.spec, side, page_tokens=case.page_tokens, order=case.order)
+            for side in (case.source, Parallel(tp=case.target_tp))
         )
+        self.case = case
         self.plan: Plan = reshard(source, target)
         self.request = Request(case.tokens)
         self.sends = case.direction != "scatter"
@@ -184,14 +237,16 @@ class Memory:
         ranks = self.plan.targets_of(0) if self.sends else self.plan.sources_of(0)
         self.pairs = [RankPair(0, peer) if self.sends else RankPair(peer, 0) for peer in ranks]
         self.peers: list[Rank | Slot] = [
-            Rank(target, pair.target, case)
-            if case.direction == "direct"
-            else Slot(self.plan.bytes_of(self._move(pair), self.request), case)
+            Rank(target, pair.target, case) if case.direction == "direct" else self._slot(pair)
             for pair in self.pairs
         ]
         self.num_bytes = sum(
             self.plan.bytes_of(self._move(pair), self.request) for pair in self.pairs
         )
+
+    def _slot(self, pair: RankPair) -> Slot:
+        move = self._move(pair)
+        return Slot(self.plan.bytes_of(move, self.request), len(move.units), self.case)
 
     def _move(self, pair: RankPair) -> Any:
         (move,) = self.plan.between(*pair)
@@ -225,7 +280,7 @@ class Memory:
             self._is_right(pair, peer, layer, tensor, pages)
             for pair, peer in zip(self.pairs, self.peers, strict=True)
             for layer in range(LAYERS)
-            for tensor in range(2)
+            for tensor in range(len(self.case.spec.groups[0].tensors))
         )
 
     def _is_right(
@@ -239,6 +294,11 @@ class Memory:
             first, other = other, first
         if isinstance(peer, Slot):
             other = 0
+        # The source packs its own tokens, as a slot does.
+        whole = self.case.positions(pair.source)
+        packed = torch.arange(len(whole), device="cuda")
+        mine = mine[packed if self.sends else whole]
+        peer_tokens = peer_tokens[packed if isinstance(peer, Slot) else whole]
         count = len(move.units)
         return torch.equal(mine[:, first : first + count], peer_tokens[:, other : other + count])
 

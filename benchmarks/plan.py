@@ -119,12 +119,23 @@ def main() -> None:
             Layout(wider, Parallel(tp=48, pp=4)),
         ),
         plan_case("TP4 → TP1, 8 heads, 80 layers", Layout(long, Parallel(tp=4)), Layout(long)),
-    ]
+        plan_case("CP8 by 64 → CP3 by 1, 8 heads, 80 layers",
+                  Layout(long, Parallel(cp=8, interleave=64)), Layout(long, Parallel(cp=3))),
+    ]  # fmt: skip
     bindings = [
         bind_case("131,072 tokens, 80 layers, page 16, TP4 → TP1",
                   Layout(long, Parallel(tp=4)), Layout(long), 131072),
         bind_case("131,072 tokens, 80 layers, page 16, TP1 → TP1",
                   Layout(long), Layout(long), 131072),
+        *(
+            bind_case(f"131,072 tokens, 80 layers, page 16, CP8 by {interleave} → TP2",
+                      Layout(long, Parallel(cp=8, interleave=interleave)),
+                      Layout(long, Parallel(tp=2)), 131072)
+            for interleave in (1, 16, 64)
+        ),
+        bind_case("131,072 tokens, 80 layers, page 16, CP8 by 64 → CP3 by 1",
+                  Layout(long, Parallel(cp=8, interleave=64)),
+                  Layout(long, Parallel(cp=3)), 131072),
     ]  # fmt: skip
     print(json.dumps({"plans": plans, "bindings": bindings}))
 

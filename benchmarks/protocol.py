@@ -34,8 +34,8 @@ from kvferry.protocol.events import (
     ReceiveRequest,
     Report,
     Send,
-    Sent,
     Write,
+    WriteEnded,
 )
 from kvferry.protocol.links import Identity
 from kvferry.protocol.machine import Machine
@@ -81,7 +81,7 @@ class Pair:
                     self.pending.append((peer, Chosen(ticket, (False,) * len(blocks))))
                 case Write(op=op, transfer=transfer, note=note):
                     self.pending.append((transfer.peer, Received(_encoded_and_decoded(note))))
-                    self.pending.append((peer, Sent(op)))
+                    self.pending.append((peer, WriteEnded(op)))
                 case Report(outcome=Done()):
                     self.done += 1
                 case _:

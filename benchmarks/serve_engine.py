@@ -21,9 +21,10 @@ import numpy as np
 import torch
 
 from kvferry.reference.engine.cache import TORCH_DTYPES
-from kvferry.reference.engine.engine import Engine, EngineOptions
+from kvferry.reference.engine.engine import Engine
 from kvferry.reference.engine.requests import EngineRequest, EngineRole, Produced, Sample, Sampling
 from kvferry.reference.models.find import find_model
+from kvferry.reference.options import EngineOptions
 
 CONTEXTS = (64, 512, 1600)
 BATCHES = (1, 4, 8)
@@ -60,8 +61,10 @@ def one_step(engine: Engine, batch: int) -> tuple[float, float]:
     wall, cpu = time.perf_counter(), time.process_time()
     outputs = engine.step()
     spent = time.perf_counter() - wall, time.process_time() - cpu
-    logprobs = [o.sample.logprob for o in outputs if isinstance(o, Produced)]
-    finite = [value for value in logprobs if value is not None and math.isfinite(value)]
+    logprobs = [
+        value for o in outputs if isinstance(o, Produced) for value in o.sample.top.values()
+    ]
+    finite = [value for value in logprobs if math.isfinite(value)]
     if len(finite) != batch:
         raise SystemExit(f"a step of {batch} requests gave the logprobs {logprobs}")
     return spent
@@ -89,7 +92,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     folder: Path = find_model(args.model).folder
-    reach = max(CONTEXTS) + WARM_UP + STEPS + 1 + EngineOptions().page_tokens
+    reach = max(CONTEXTS) + WARM_UP + STEPS + 1 + EngineOptions().page
     options = EngineOptions(
         threads=args.threads, device=args.device, cache_tokens=max(BATCHES) * reach
     )

@@ -5,12 +5,14 @@
     .venv/bin/python benchmarks/transfer_gpu.py --list             list the cases
 
 Qwen3-32B's cache (64 layers, 8 KV heads of 128, bf16, pages of 64) for 8192 tokens, 2.1 GB. Every
-rank is a process. Each case prints one line of JSON: the median time from the first push to the end
+rank is a process. Pages are in random order, or consecutive on both sides with ``--pages
+contiguous``. Each case prints one line of JSON: the median time from the first push to the end
 at the last target, the transport and mode (``chosen``, ``mode``), the goal (``bar_ms``), and
 whether every byte was right. If a case was also measured with each mode, a last line compares the
 chooser's mode with the best (``chooser``). The exit status is 1 if bytes were wrong, a case failed,
 or the chooser's mode took more than 1.5 times as long as the best. Goals do not affect it: they are
-for an H200.
+for an H200. ``--timeline`` adds each step of the last repetition at every rank: milliseconds since
+the first push, rank, step, milliseconds that it took, peer, bytes.
 
 ``--device cpu`` with small sizes runs the same cases over shm and NIXL on any machine.
 """
@@ -23,7 +25,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from kvferry.cli.bench.transfer import TIMEOUT_S, TransferJob, TransferReport, measure
+import msgspec
+
+from kvferry.cli.bench.transfer import (
+    TIMEOUT_S,
+    PageOrder,
+    TransferJob,
+    TransferReport,
+    measure,
+)
 from kvferry.endpoint.config import EndpointConfig
 from kvferry.errors import KvferryError
 from kvferry.layout import Layout, Parallel, attention
@@ -86,6 +96,15 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--slot-mib", type=int, help="size of a staging slot (each case has its own)"
     )
+    parser.add_argument(
+        "--pages",
+        choices=list(map(str, PageOrder)),
+        default="fragmented",
+        help="order on both sides (fragmented)",
+    )
+    parser.add_argument(
+        "--timeline", action="store_true", help="list each step of the last repetition"
+    )
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains this")
     parser.add_argument("--list", action="store_true", help="list the cases")
     args = parser.parse_args(words)
@@ -138,8 +157,9 @@ def job_of(case: GpuCase, args: argparse.Namespace) -> TransferJob:
         deadline_s=TIMEOUT_S,
     )
     transport, device = case.transport_on(args.device), str(Device.parse(args.device))
-    request = Request(args.tokens)
-    return TransferJob(plan, request, transport, device, args.tokens, args.repeats, config)
+    request, how = Request(args.tokens), (args.tokens, args.repeats, config)
+    pages = PageOrder(args.pages)
+    return TransferJob(plan, request, transport, device, *how, pages, args.timeline)
 
 
 def line_of(case: GpuCase, args: argparse.Namespace) -> dict[str, Any]:
@@ -159,6 +179,7 @@ def line_of(case: GpuCase, args: argparse.Namespace) -> dict[str, Any]:
 
 def measured(case: GpuCase, report: TransferReport) -> dict[str, Any]:
     median_ms, all_s = 1e3 * report.seconds["median"], report.seconds["all"]
+    steps = [msgspec.structs.astuple(step) for step in report.timeline]
     return {
         "good": report.verified,
         "median_ms": round(median_ms, 3),
@@ -167,6 +188,7 @@ def measured(case: GpuCase, report: TransferReport) -> dict[str, Any]:
         "within_bar": None if case.bar_ms is None else median_ms <= case.bar_ms,
         "chosen": report.chosen,
         "mode": report.mode,
+        "pages": report.pages,
         "gb_per_s": round(report.gb_per_s, 2),
         "plain_copy_ms": round(1e3 * report.memcpy_seconds, 3),
         "bytes": report.bytes,
@@ -175,6 +197,7 @@ def measured(case: GpuCase, report: TransferReport) -> dict[str, Any]:
         "first_ms": round(1e3 * report.first_seconds, 3),
         "repeats": len(all_s),
         "all_ms": [round(1e3 * seconds, 1) for seconds in all_s],
+        **({"timeline": steps} if steps else {}),
     }
 
 

@@ -101,10 +101,9 @@ class Bench:
         self.op += 1
         ended = self.transport.write_now(remote, Op(self.op), binding)
         seconds = time.perf_counter() - start
-        if ended is None:
-            self._ended()
-        else:
-            assert ended.fate is None, ended
+        while ended is None:
+            ended = self.transport.check_write(Op(self.op))
+        assert ended.fate is None, ended
         return seconds
 
     def _ended(self) -> float:

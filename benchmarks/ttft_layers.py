@@ -25,7 +25,6 @@ from kvferry.cli.load.prompts import PromptForm, PromptGenerator, PromptKind
 from kvferry.reference.cluster.description import (
     ClusterDescription,
     DiscoverySection,
-    TransferSection,
     WorkerSection,
     check,
 )
@@ -92,7 +91,7 @@ def describe(args: argparse.Namespace, layers: Any, most_tokens: int) -> Cluster
     return ClusterDescription(
         model=args.model,
         transport=args.transport,
-        transfer=TransferSection(layers=layers),
+        layers=layers,
         discovery=DiscoverySection(port=0),
         router=RouterOptions(port=0),
         prefill=(WorkerSection(tp=args.prefill, **same),),

@@ -14,6 +14,12 @@ CONFIGS: dict[str, Json] = {
     for path in sorted((Path(__file__).parent / "data" / "configs").glob("*.json"))
 }
 
+# Bytes of an entry by model and group, computed by vLLM (tests_vllm/test_cache_specs.py).
+ENTRY_BYTES_FILE = Path(__file__).parent / "data" / "vllm_entry_bytes.json"
+ENTRY_BYTES: dict[str, dict[str, dict[str, int]]] = (
+    json.loads(ENTRY_BYTES_FILE.read_text()) if ENTRY_BYTES_FILE.exists() else {}
+)
+
 
 def config(name: str, **changes: object) -> Json:
     """Return a config with some fields changed, in its text model if it has one."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from oracle import owed_tokens, owned
 
-from kvferry.layout import Layout, Order
+from kvferry.layout import Layout, Order, Pattern, Span, Tokens
 from kvferry.layout.layout import Sharding
 from kvferry.layout.spec import CacheSpec, Group, StateRow, Window
 from kvferry.memory.copy.reference import copy_pieces
@@ -49,6 +49,11 @@ def random_cache(spec: CacheSpec, num_tokens: int, rng: np.random.Generator) -> 
     }
 
 
+def every_nth(first: int, end: int | None, step: int) -> Tokens:
+    """Return the positions ``first, first + step, ...`` below ``end``."""
+    return Tokens(first, end, Pattern(step, (Span(first % step, first % step + 1),)))
+
+
 def plan_of(spec: CacheSpec, source: Sharding, target: Sharding) -> Plan:
     """Return the verified plan between two shardings of one cache."""
     plan = reshard(Layout(spec, source), Layout(spec, target))
@@ -71,13 +76,18 @@ class Rank(NamedTuple):
         mine = owned(self.layout, self.rank, group, num_tokens).tokens
         return [int(t) for t in np.flatnonzero(mine)]
 
+    def page_of(self, group: Group) -> int:
+        """Return the entries of a page."""
+        state = isinstance(group.kind, StateRow)
+        return 1 if state else self.layout.page_tokens // group.tokens_per_entry
+
     def view(self, group: Group, tensor: str, layer: int) -> Bytes:
         """Return one layer of a tensor as [page, token, unit, byte], for any order in memory."""
         placement = self.side.pools.of(group.name, tensor)
         (base,) = [b for b in placement.bases if b.layer == layer]
         unit_bytes = next(t.unit_bytes for t in group.tensors if t.name == tensor)
         units = int(owned(self.layout, self.rank, group, 1).units.sum())
-        page = 1 if isinstance(group.kind, StateRow) else self.layout.page_tokens
+        page = self.page_of(group)
         region = self.regions[base.region]
         if self.layout.order is Order.NHD:
             return region.reshape(-1, page, units, unit_bytes)
@@ -92,7 +102,7 @@ class Rank(NamedTuple):
             if group.name not in self.side.tables:
                 continue
             table = self.side.tables[group.name]
-            page = 1 if isinstance(group.kind, StateRow) else self.layout.page_tokens
+            page = self.page_of(group)
             for local, token in enumerate(self.local_tokens(group, num_tokens)):
                 index = local // page - table.first_page
                 if not keep(group)[token] or index < 0:
@@ -121,7 +131,7 @@ def make_ranks(
             if drop_pages and isinstance(group.kind, Window):
                 kept = max(0, num_tokens - group.kind.num_tokens)
                 held = owned(layout, rank, group, num_tokens).tokens
-                first = int(held[:kept].sum()) // layout.page_tokens
+                first = int(held[:kept].sum()) // (layout.page_tokens // group.tokens_per_entry)
             pages = rng.permutation(2 * most + 3)[: max(0, most - first)]
             tables[group.name] = PageTable(pages, first)
         regions = [np.full(size, UNTOUCHED, dtype=np.uint8) for size in pools.region_bytes]

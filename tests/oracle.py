@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.layout import ExplicitSharding, Layout
+from kvferry.layout import ExplicitSharding, Layout, Tokens
 from kvferry.layout.spec import Group, StateRow, Window
 from kvferry.plan import Move, Plan, Request
 
@@ -31,14 +31,19 @@ def owned(layout: Layout, rank: int, group: Group, num_tokens: int) -> Owned:
         return _owned_explicitly(layout.sharding, layout, rank, group, num_tokens)
     p = layout.sharding
     tp_rank, cp_rank = rank % p.tp, rank // p.tp % p.cp
-    pp_rank = rank // p.tp // p.cp
+    pp_rank = rank // p.tp // p.cp // p.copies
+    # Tokens go to a place on the CP axis, and there to one of every ``dcp`` TP ranks in turn.
+    turn = cp_rank + p.cp * (tp_rank % p.dcp)
     num_layers = layout.spec.num_layers
     layers = [n in group.layers and _stage(p.stages, p.pp, num_layers, n) == pp_rank
               for n in range(num_layers)]  # fmt: skip
-    units = [_on_tp_rank(u, group.units, p.tp, tp_rank) for u in range(group.units)]
     slot = isinstance(group.kind, StateRow)
-    tokens = [slot or t % p.cp == cp_rank for t in range(num_tokens)]
-    return Owned(np.array(layers), np.array(units), np.array(tokens, dtype=bool))
+    # Ranks that share tokens have the same units.
+    parts, part = (p.tp, tp_rank) if slot else (p.tp // p.dcp, tp_rank // p.dcp)
+    units = [_on_tp_rank(u, group.units, parts, part) for u in range(group.units)]
+    position = np.arange(num_tokens)
+    tokens = slot | (position // p.interleave % (p.cp * p.dcp) == turn)
+    return Owned(np.array(layers), np.array(units), tokens & _has_entry(group, num_tokens))
 
 
 def _stage(stages: tuple[int, ...], pp: int, num_layers: int, layer: int) -> int:
@@ -61,8 +66,26 @@ def _owned_explicitly(
               for n in range(layout.spec.num_layers)]  # fmt: skip
     units = [any(u in h.units for h in mine) for u in range(group.units)]
     slot = isinstance(group.kind, StateRow)
-    tokens = [slot or any(t in h.tokens for h in mine) for t in range(num_tokens)]
-    return Owned(np.array(layers), np.array(units), np.array(tokens, dtype=bool))
+    tokens = np.full(num_tokens, slot)
+    for held in mine:
+        tokens |= _members(held.tokens, num_tokens)
+    return Owned(np.array(layers), np.array(units), tokens & _has_entry(group, num_tokens))
+
+
+def _has_entry(group: Group, num_tokens: int) -> Bools:
+    """Return the mask of the tokens that complete an entry."""
+    return np.asarray((np.arange(num_tokens) + 1) % group.tokens_per_entry == 0)
+
+
+def _members(tokens: Tokens, num_tokens: int) -> Bools:
+    """Return the mask of a set's positions: between its ends, with a residue in one of its runs."""
+    position = np.arange(num_tokens)
+    residue = position % tokens.pattern.period
+    in_runs = np.zeros(num_tokens, dtype=bool)
+    for run in tokens.pattern.runs:
+        in_runs |= (residue >= run.first) & (residue < run.end)
+    end = num_tokens if tokens.end is None else tokens.end
+    return np.asarray(in_runs & (position >= tokens.first) & (position < end))
 
 
 def owed_tokens(group: Group, request: Request) -> Bools:
@@ -98,8 +121,7 @@ def assert_exactly_once(plan: Plan, request: Request) -> None:
 
 
 def _block(plan: Plan, group: Group, move: Move, request: Request) -> tuple[Any, ...]:
-    tokens = plan.tokens_of(move, request)
-    assert tokens.end is not None
+    carried = np.flatnonzero(_members(plan.tokens_of(move, request), request.num_tokens))
     layers = [n for n in group.layers if move.layers.first <= n < move.layers.end]
-    units = range(move.units.first, move.units.end)
-    return np.ix_(layers, units, range(tokens.first, tokens.end, tokens.step))
+    units = np.arange(move.units.first, move.units.end)
+    return np.ix_(np.array(layers, dtype=np.int64), units, carried)

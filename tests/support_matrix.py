@@ -111,16 +111,15 @@ LAYOUTS: Mapping[str, Pair] = {
     "PP": Pair(layout(Parallel(pp=2)), layout(Parallel(tp=2))),
     "DP replicas": Pair(layout(Parallel(tp=2)), layout(dp=2)),
     "CP by tokens": Pair(layout(Parallel(cp=2)), layout(Parallel(cp=1))),
+    "CP by blocks": Pair(
+        layout(Parallel(cp=8, interleave=64)), layout(Parallel(cp=2, interleave=16))
+    ),
 }
-BLOCKS = "CP by blocks"
-COLUMNS = (*LAYOUTS, BLOCKS)
+COLUMNS = tuple(LAYOUTS)
 
 
-def planned(family: str, column: str) -> str:
+def planned(spec: CacheSpec, pair: Pair) -> str:
     """Return "planned" if the planner proves a plan, else "refused" with its reason."""
-    if column == BLOCKS:
-        return f"{Cell.REFUSED}: no layout describes it"
-    spec, pair = FAMILIES[family](), LAYOUTS[column]
     try:
         check(reshard(pair.source(spec), pair.target(spec)))
     except KvferryError as error:
@@ -136,7 +135,7 @@ def cell(section: Section, family: str, column: str, tests: Sequence[str]) -> st
         if family in (claim.families or FAMILIES) and column in claim.layouts
     ]
     if not claims:
-        return planned(family, column)
+        return planned(FAMILIES[family](), LAYOUTS[column])
     best = max(claims, key=lambda claim: list(Cell).index(claim.cell))
     shown = f"[{best.cell}][{tests.index(best.test) + 1}]" if best.test else str(best.cell)
     return f"{shown}: {best.reason}" if best.reason else shown
@@ -186,7 +185,7 @@ by `python tests/support_matrix.py` from `docs/support.toml` and the planner; a 
 Links lead to the test, which the link's title names. The columns name how prefill and decode
 differ: TP2 to TP2, TP2 to TP1, twice as many ranks as KV heads to TP2, pages of 16 to 64 tokens,
 NHD to HND, PP2 to TP2, TP2 to TP1 × 2 replicas, context parallelism that interleaves single tokens
-(2 to 1), and the same with whole blocks.
+(2 to 1), and by blocks of tokens (8 ranks that take turns at 64 to 2 that take turns at 16).
 
 """
 

@@ -35,8 +35,8 @@ def test_ids_are_ids_however_they_are_kept(tokens: Any) -> None:
     assert digest(tokens=tokens) == digest()
 
 
-def test_what_is_empty_is_left_out() -> None:
-    """One engine says that there is no salt, and another says nothing of it."""
+def test_empty_extras_are_left_out() -> None:
+    """Some engines pass an empty salt, others none."""
     assert digest(extra={"salt": "", "pictures": ""}) == digest()
 
 
@@ -66,7 +66,7 @@ def test_whatever_differs_makes_another() -> None:
 
 
 @pytest.mark.parametrize("tokens", [[1.5], ["1"], [[1, 2], [3, 4]], "123", [True], 7], ids=repr)
-def test_what_is_no_list_of_ids(tokens: Any) -> None:
+def test_only_a_flat_list_of_ids_is_accepted(tokens: Any) -> None:
     with pytest.raises(InputError, match="must be a flat list of integer token ids"):
         digest(tokens=tokens)
 

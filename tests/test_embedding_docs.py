@@ -74,7 +74,7 @@ def public(owner: type) -> set[str]:
 
 
 # Called by the loop thread only.
-INNER = {"set_missing", "end", "release"}
+INNER = {"end", "release"}
 
 
 def test_every_call_of_an_engine_is_documented() -> None:

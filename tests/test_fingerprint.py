@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvferry.connectors.sglang.settings import MODEL, model_of
+from kvferry.connectors.sglang.settings import model_of
 from kvferry.connectors.vllm.engine import fingerprint
 from kvferry.fingerprint import difference, rope_form
 from kvferry.model_config import model_fingerprint
-from kvferry.reference.engine.engine import EngineOptions
-from kvferry.reference.worker.instance import InstanceOptions
+from kvferry.reference.options import EngineOptions, InstanceOptions
 from kvferry.router.worker_pool import WorkerRole
 
 SCALING = {
@@ -94,7 +93,7 @@ def test_each_part_counts_and_is_named(tmp_path: Path) -> None:
 
 
 def test_rope_that_is_overridden_is_compared_once(tmp_path: Path) -> None:
-    """As the engine goes by it, whoever wrote it."""
+    """The engine uses the overriding value, wherever it was set."""
     folder = folder_of(tmp_path / "m")
     assert made(folder, overrides=OLD) == made(folder)
 
@@ -115,7 +114,7 @@ def test_texts_that_are_not_ours_are_shown_whole() -> None:
 def own(folder: Path) -> str:
     engine = EngineOptions()
     options = InstanceOptions(
-        role=WorkerRole.DECODE, name="d", folder=str(folder), engine=engine, discovery=None
+        role=WorkerRole.DECODE, name="d", folder=str(folder), model="m", engine=engine
     )
     assert str(engine.dtype) == "float32"
     return options.fingerprint
@@ -134,7 +133,7 @@ def in_vllm(folder: Path, given: str | None = None, **changed: Any) -> str:
     return fingerprint(SimpleNamespace(model_config=model), given)
 
 
-def in_sglang(folder: Path, overrides: str = "{}", **environment: str) -> str:
+def in_sglang(folder: Path, overrides: str = "{}", given: str | None = None) -> str:
     model = SimpleNamespace(
         model_path=str(folder),
         revision=None,
@@ -142,13 +141,13 @@ def in_sglang(folder: Path, overrides: str = "{}", **environment: str) -> str:
         hf_text_config=SimpleNamespace(to_dict=lambda: BOTH),
     )
     args = SimpleNamespace(tokenizer_path=str(folder), json_model_override_args=overrides)
-    return model_of(model, args, environment)
+    return model_of(model, args, given)
 
 
 def test_all_engines_say_the_same_of_the_same_model(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "m")
     assert own(folder) == in_vllm(folder) == in_sglang(folder)
-    assert in_vllm(folder, given="mine") == in_sglang(folder, **{MODEL: "mine"})
+    assert in_vllm(folder, given="mine") == in_sglang(folder, given="mine")
     changed = '{"sliding_window": 64}'
     assert in_sglang(folder, changed) == in_vllm(folder, hf_overrides=json.loads(changed))
     assert in_sglang(folder, changed) != in_sglang(folder)

@@ -8,19 +8,24 @@ import pytest
 from support_matrix import (
     COLUMNS,
     FAMILIES,
+    LAYOUTS,
     PAGE,
     ROOT,
     Cell,
+    Pair,
+    layout,
     named_tests,
     page,
     planned,
     read_facts,
 )
 
+from kvferry.layout import Parallel
+
 FACTS = read_facts()
 CLAIMS = [claim for section in FACTS.sections for claim in section.claims]
 # Real engines run only in these tests.
-ENGINES = ("tests_vllm", "tests_sglang", "tests/reference")
+ENGINES = ("tests_vllm", "tests_sglang", "tests/reference", "scripts/gpu_engines")
 
 
 def test_the_page_is_fresh() -> None:
@@ -44,5 +49,7 @@ def test_claims_name_what_the_matrix_has() -> None:
 
 
 def test_the_planner_decides_what_nobody_claims() -> None:
-    assert planned("attention", "different TP") == "planned"
-    assert planned("attention", "CP by blocks").startswith("refused: ")
+    spec = FAMILIES["attention"]()
+    assert planned(spec, LAYOUTS["different TP"]) == "planned"
+    uneven = Pair(layout(Parallel(tp=3)), layout())
+    assert planned(spec, uneven).startswith("refused: tp=3 neither divides")

@@ -41,10 +41,9 @@ from kvferry.protocol.events import (
     Scatter,
     Scattered,
     Send,
-    SendFailed,
-    Sent,
     Tick,
     Write,
+    WriteEnded,
     WriteFate,
 )
 from kvferry.protocol.links import Identity
@@ -219,7 +218,7 @@ class World:
                 self.teardowns.append((me, action))
                 if not self.hold.teardowns:
                     self.end_teardown(self.teardowns.pop())
-            case Report(room, outcome):
+            case Report(room, outcome, _):
                 self.reports[me, room].append(outcome)
                 if isinstance(outcome, Done) and me in self.targets:
                     self._check_landed(me, room)
@@ -283,14 +282,14 @@ class World:
             self._land(write.transfer.peer, me.rank, write.transfer.room, write.blocks)
         if not self.hold.notes:
             self.post(write.transfer.peer, write.note)
-        self.pending.append((me, Sent(write.op)))
+        self.pending.append((me, WriteEnded(write.op)))
 
     def fail_write(self, held: tuple[Peer, Write], fate: WriteFate) -> None:
-        self.pending.append((held[0], SendFailed(held[1].op, fate)))
+        self.pending.append((held[0], WriteEnded(held[1].op, fate)))
 
     def end_discard(self, held: tuple[Peer, Op]) -> None:
         """End a discarded gather."""
-        self.pending.append((held[0], SendFailed(held[1], WriteFate.BUSY)))
+        self.pending.append((held[0], WriteEnded(held[1], WriteFate.BUSY)))
 
     def end_scatter(self, held: tuple[Peer, Scatter]) -> None:
         me, scatter = held
@@ -408,14 +407,14 @@ class World:
         for source in self.sources.values():
             assert not source.rooms
             assert not source.inflight.writes
-            assert not source.writes.modes
+            assert not source.writes.undecided
             assert not source.writes.ready
-            assert sorted(source.local_slots) == list(range(self.config.local_slots))
+            assert len(source.inflight.slots) == self.config.local_slots
             assert source.num_quarantined == 0
             assert all(link.state is LinkState.UP for link in source.links.values())
         for target in self.targets.values():
             assert not target.rooms
-            assert not target.scatters
+            assert not target.scatters.under_way
             assert not target.credits.accounts
             assert not target.credits.scattering
             assert sorted(target.credits.free) == list(range(target.staging.num_slots))

@@ -1,11 +1,11 @@
-"""SGLang's own auxiliary pools (index keys, scales, drafts), without a server.
+"""SGLang's auxiliary pools (index keys, scales, drafts), without a server.
 
-Pools and arguments as schedulers make them, in one process, one request after another, in two
-chunks: ``index`` keys beside a latent, with a draft's (TP2 to TP1; SGLang has pages of 64 only, and
-one layer that has none), block ``scales`` of K and V (TP2 in pages of 1 to TP1 in pages of 4), and
-a ``draft`` model's cache with other heads (the same). Prints a line of JSON for each: how it ended,
-how many rows are wrong, and how many others are not empty; and in the last line what else SGLang
-may have, and why it is refused. ``test_7_auxiliary_pools.py`` runs it.
+Transfers requests in two chunks, with pools and arguments as schedulers make them: ``index`` keys
+beside a latent, with a draft's (TP2 to TP1; SGLang has pages of 64 only, and one layer without
+keys), block ``scales`` of K and V (TP2 with pages of 1 to TP1 with pages of 4), and a ``draft``
+model's cache with other heads (the same). Prints a line of JSON for each request: final statuses,
+number of wrong rows, and number of other rows with data. The last line has the messages that
+refuse other configurations. ``test_7_auxiliary_pools.py`` runs it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import classes
+import backends
 import torch
-from pooled import PooledRank, carry
+from pooled import PooledRank, transfer
 from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.base.conn import KVArgs, StateType
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -32,10 +32,10 @@ from sglang.srt.mem_cache.memory_pool import (
 from sglang.srt.runtime_context import get_spec
 
 from kvferry import InputError
-from kvferry.connectors.sglang.compat import check_supported
+from kvferry.connectors.sglang.unsupported import check_supported
 
 LAYERS, HEADS, DRAFT_HEADS = 3, 4, 2
-# Of the index keys' layers the second looks where the first has looked.
+# The second layer reuses the indices of the first.
 SHARED = [False, True, False]
 DSA_PAGE = 64
 SPARSE = {
@@ -48,14 +48,14 @@ SPARSE = {
 
 
 class Rows(NamedTuple):
-    """What one tensor has of each token: pages, tokens, units, bytes. All units if not by head."""
+    """Rows of one tensor (pages, tokens, units, bytes), and the units of the model in them."""
 
     bytes: torch.Tensor
     units: range
 
 
 class Form(NamedTuple):
-    """A model's pools on one rank: the target's, the draft's, and the rows in them."""
+    """A model's pools on one rank: its own, the draft's, and the rows in them."""
 
     pool: Any
     draft: Any
@@ -63,13 +63,13 @@ class Form(NamedTuple):
 
 
 def paged(buffer: torch.Tensor, page: int, units: range) -> Rows:
-    """A tensor of token rows."""
+    """Return the rows of a tensor of token rows."""
     flat = buffer.view(torch.uint8).flatten(1)
     return Rows(flat.view(-1, page, len(units), flat.shape[1] // len(units)), units)
 
 
 def size(page: int) -> int:
-    """Tokens in a pool, beside the page that is nobody's: enough for the longest request."""
+    """Return the tokens in a pool without its unused page; enough for the longest request."""
     return 8 * max(page, 8) - page
 
 
@@ -78,7 +78,7 @@ def share(heads: int, rank: int, tp: int) -> range:
 
 
 def index(rank: int, tp: int, page: int) -> Form:
-    """Sparse attention with a layer for multi-token prediction: every rank has all of it."""
+    """Sparse attention with a layer for multi-token prediction; every rank has all keys."""
     whole, rows = range(1), []
     pools = [
         DSATokenToKVPool(
@@ -102,7 +102,7 @@ def index(rank: int, tp: int, page: int) -> Form:
 def scales(rank: int, tp: int, page: int) -> Form:
     heads = share(HEADS, rank, tp)
     pool = MHATokenToKVPoolMXFP8(
-        *(size(page), page, torch.float8_e4m3fn, len(heads), classes.DIM, LAYERS),
+        *(size(page), page, torch.float8_e4m3fn, len(heads), backends.DIM, LAYERS),
         *("cpu", False),
     )
     buffers = [*pool.k_buffer, *pool.v_buffer, *pool.k_scale_buffer, *pool.v_scale_buffer]
@@ -110,16 +110,16 @@ def scales(rank: int, tp: int, page: int) -> Form:
 
 
 def draft(rank: int, tp: int, page: int) -> Form:
-    made, rows = [], []
+    pools, rows = [], []
     for heads, layers in ((HEADS, LAYERS), (DRAFT_HEADS, 1)):
         own = share(heads, rank, tp)
         pool = MHATokenToKVPool(
-            *(size(page), page, torch.float32, len(own), classes.DIM, layers),
+            *(size(page), page, torch.float32, len(own), backends.DIM, layers),
             *("cpu", False),
         )
         rows += [paged(buffer, page, own) for buffer in (*pool.k_buffer, *pool.v_buffer)]
-        made.append(pool)
-    return Form(made[0], made[1], rows)
+        pools.append(pool)
+    return Form(pools[0], pools[1], rows)
 
 
 FORMS: dict[str, Callable[[int, int, int], Form]] = {
@@ -127,14 +127,14 @@ FORMS: dict[str, Callable[[int, int, int], Form]] = {
     "scales": scales,
     "draft": draft,
 }
-# On and off the edges of pages, of one chunk and of two.
+# Of one chunk and of two, which fill their last page or not.
 LENGTHS = {"index": (40, 64, 150, 200), "scales": (1, 7, 22, 24), "draft": (1, 7, 22, 24)}
 DTYPES = {"index": "bfloat16", "scales": "mxfp8", "draft": "float32"}
 
 
 def arguments(name: str, form: Form, rank: int, tp: int, page: int) -> tuple[KVArgs, Any]:
-    """As schedulers fill them in: the draft's buffers behind the target's."""
-    args, _, rows = classes.kv_args(rank, tp, HEADS)
+    """Return a scheduler's arguments; the draft's buffers follow the model's."""
+    args, _, rows = backends.kv_args(rank, tp, HEADS)
     infos = [list(part) for part in form.pool.get_contiguous_buf_infos()]
     args.num_draft_entries = 0
     if form.draft is not None:
@@ -148,20 +148,20 @@ def arguments(name: str, form: Form, rank: int, tp: int, page: int) -> tuple[KVA
     return args, rows
 
 
-class BesideRank(PooledRank):
-    """One scheduler's pools, and the manager over them."""
+class AuxiliaryRank(PooledRank):
+    """One scheduler's pools, and the manager for them."""
 
-    def __init__(self, backend: classes.Backend, name: str, mode: Any, rank: int, tp: int) -> None:
+    def __init__(self, backend: backends.Backend, name: str, mode: Any, rank: int, tp: int) -> None:
         is_prefill = mode == DisaggregationMode.PREFILL
         self.page = DSA_PAGE if name == "index" else 1 if is_prefill else 4
-        with classes.as_rank(rank, tp):
+        with backends.as_rank(rank, tp):
             self.form = FORMS[name](rank, tp, self.page)
         args, self.rows = arguments(name, self.form, rank, tp, self.page)
         self.manager = backend.manager(args, mode, rank, tp, is_mla=name == "index")
         self.num_tokens, self.pages = 0, [0]
 
     def allocate(self, num_tokens: int, *, computes: bool) -> list[int]:
-        """Page 0 is nobody's; the two sides have theirs in opposite orders."""
+        """Allocate pages, in opposite orders on the two sides; page 0 is unused."""
         all_pages = range(1, len(self.form.rows[0].bytes))
         in_order = all_pages if computes else all_pages[::-1]
         self.num_tokens = num_tokens
@@ -169,11 +169,11 @@ class BesideRank(PooledRank):
         return self.pages
 
     def state(self) -> list[Any]:
-        """SGLang names the same pages again."""
+        """Return the same pages again, as SGLang does."""
         return [self.pages for _ in self.manager.kv_args.state_types]
 
-    def each(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Every row of the request's, and what is to be in it."""
+    def entries(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each row of the request with its expected bytes."""
         for number, rows in enumerate(self.form.rows):
             for token in range(self.num_tokens):
                 page, place = self.pages[token // self.page], token % self.page
@@ -182,18 +182,18 @@ class BesideRank(PooledRank):
                     yield row, entry(number, token, unit, len(row))
 
     def fill(self) -> None:
-        for row, wanted in self.each():
-            row.copy_(wanted)
+        for row, expected in self.entries():
+            row.copy_(expected)
 
-    def forget(self) -> None:
-        """Nothing is freed."""
+    def free_between_chunks(self) -> None:
+        """Do nothing: SGLang frees none of these pages."""
 
-    def wrong(self) -> int:
-        return sum(not bool((row == wanted).all()) for row, wanted in self.each())
+    def count_wrong(self) -> int:
+        return sum(not bool((row == expected).all()) for row, expected in self.entries())
 
-    def strange(self) -> int:
-        """Rows that are not the request's, and not empty; the request's are emptied."""
-        for row, _ in self.each():
+    def count_touched(self) -> int:
+        """Empty the request's rows, and count the rows that still have data."""
+        for row, _ in self.entries():
             row.zero_()
         return sum(int(rows.bytes.any(-1).sum()) for rows in self.form.rows)
 
@@ -203,38 +203,38 @@ class BesideRank(PooledRank):
 
 
 def entry(tensor: int, token: int, unit: int, width: int) -> torch.Tensor:
-    """Bytes that say of which tensor, token and unit they are; none is 0."""
+    """Return bytes that identify tensor, token and unit; none is 0."""
     first = 31 * tensor + 7 * token + 3 * unit
     return ((torch.arange(width) + first) % 251 + 1).to(torch.uint8)
 
 
 def refusals() -> dict[str, str]:
-    """What SGLang may have, and this backend says when it starts."""
+    """Return the messages that refuse other configurations of SGLang."""
     usual: dict[str, Any] = {"num_draft_entries": 0, "kv_layer_ids": [], "page_size": 64}
-    usual |= {"kv_cache_dtype_str": "auto", "state_types": []}
+    usual |= {"kv_cache_dtype_str": "auto", "state_types": [], "mla_compression_ratios": None}
     swa, scale, tail = StateType.SWA, StateType.BLOCK_SCALE, StateType.DSA_TAIL
-    said = {}
+    messages = {}
     others: dict[str, dict[str, Any]] = {
         "several kinds": {"state_types": [StateType.DSA, tail]},
         "four bits": {"kv_cache_dtype_str": "nvfp4"},
         "shuffled scales": {"state_types": [scale], "page_size": 128},
+        "compressed latent": {"mla_compression_ratios": [4, 128]},
         "draft and windows": {"state_types": [swa], "num_draft_entries": 2},
     }
     for name, args in others.items():
         try:
             check_supported(SimpleNamespace(**{**usual, **args}), is_mla=False)
         except InputError as error:
-            said[name] = str(error)
-    return said
+            messages[name] = str(error)
+    return messages
 
 
 def configure(model: Path) -> None:
-    """A model of so many layers, and drafts of one: with other heads, and with sparse attention.
+    """Write the configurations of the model and of drafts with one layer.
 
-    The model of the index keys is a plain one too: what SGLang makes of its flags for sparse
-    attention takes a GPU.
+    The model itself has plain attention, because SGLang's sparse attention needs a GPU.
     """
-    config = json.loads((classes.config_of(model, HEADS) / "config.json").read_text())
+    config = json.loads((backends.write_config(model, HEADS) / "config.json").read_text())
     config |= {"num_hidden_layers": LAYERS}
     (model / "config.json").write_text(json.dumps(config))
     config |= {"num_hidden_layers": 1, "num_key_value_heads": DRAFT_HEADS}
@@ -244,30 +244,30 @@ def configure(model: Path) -> None:
         (model / name / "config.json").write_text(text)
 
 
-def carry_all(model: Path, name: str) -> None:
-    """Requests of all lengths between pools of one form."""
-    backend = classes.Backend("kvferry", HEADS, model)
+def transfer_all(model: Path, name: str) -> None:
+    """Transfer requests of all lengths between pools of one form."""
+    backend = backends.Backend("kvferry", HEADS, model)
     with get_spec().override(speculative_draft_model_path=str(model / name)):
         prefill, decode = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
-        sources = [BesideRank(backend, name, prefill, rank, 2) for rank in range(2)]
-        target = BesideRank(backend, name, decode, 0, 1)
+        sources = [AuxiliaryRank(backend, name, prefill, rank, 2) for rank in range(2)]
+        target = AuxiliaryRank(backend, name, decode, 0, 1)
     for num_tokens in LENGTHS[name]:
-        said = {"form": name, **carry(backend, sources, target, num_tokens)}
-        said |= {"tokens": num_tokens, "wrong": target.wrong(), "strange": target.strange()}
-        print(json.dumps(said), flush=True)
-        for one in (*sources, target):
-            one.clear()
+        result = {"form": name, **transfer(backend, sources, target, num_tokens)}
+        result |= {"tokens": num_tokens, "wrong": target.count_wrong()}
+        backends.print_json(result | {"touched": target.count_touched()})
+        for rank in (*sources, target):
+            rank.clear()
 
 
 def main(model: Path) -> None:
     configure(model)
     for name in FORMS:
-        carry_all(model, name)
-    print(json.dumps(refusals()), flush=True)
+        transfer_all(model, name)
+    backends.print_json(refusals())
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         main(Path(folder))
-    # Its threads would go on for ever.
+    # SGLang's threads do not end.
     os._exit(0)

@@ -12,28 +12,28 @@ from servers import Server, Side, start
 
 from kvferry.reference.models.find import default_model
 
-# Chunks of 32 tokens: the long prompt has three.
+# Chunks of 32 tokens; the long prompt has three.
 CHUNK = ("--chunked-prefill-size", "32")
 
 
-class Cast(NamedTuple):
-    """Any of the prefill servers goes with the decode server."""
+class Servers(NamedTuple):
+    """Two prefill servers, TP1 and TP3, that both work with the decode server."""
 
-    one: Server
-    three: Server
+    prefill_tp1: Server
+    prefill_tp3: Server
     decode: Server
 
 
-class PaddedCast(NamedTuple):
-    """Two ranks for 3 KV heads: SGLang pads them on a CPU, and the padding stays there."""
+class PaddedServers(NamedTuple):
+    """Servers with 2 ranks for 3 KV heads, which SGLang pads to 4 on a CPU."""
 
-    two: Server
-    decode_two: Server
+    prefill_tp2: Server
+    decode_tp2: Server
 
 
 @pytest.fixture(scope="session")
 def model() -> Path:
-    """SmolLM2-135M: 9 query and 3 KV heads."""
+    """SmolLM2-135M, which has 9 query and 3 KV heads."""
     return default_model()
 
 
@@ -48,34 +48,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def running(sides: tuple[Side, ...], model: Path, folder: Path) -> Iterator[list[Server]]:
-    """Started side by side, and ended together."""
-    servers = [start(side, model, folder) for side in sides]
+    """Start servers at the same time, and stop them after the tests."""
+    started = [start(side, model, folder) for side in sides]
     try:
-        for server in servers:
+        for server in started:
             server.wait()
-        print(f"up: {', '.join(str(server.side) for server in servers)}", flush=True)
-        yield servers
+        print(f"up: {', '.join(str(server.side) for server in started)}", flush=True)
+        yield started
     finally:
-        for server in servers:
+        for server in started:
             server.stop()
 
 
 @pytest.fixture(scope="session")
-def cast(model: Path, folder: Path, reference: Reference) -> Iterator[Cast]:
+def servers(model: Path, folder: Path, reference: Reference) -> Iterator[Servers]:
     sides = (
         Side(role="prefill", flags=CHUNK),
         Side(role="prefill", tp=3, page=16, flags=CHUNK),
         Side(role="decode", page=16),
     )
-    for servers in running(sides, model, folder):
-        yield Cast(*servers)
+    for started in running(sides, model, folder):
+        yield Servers(*started)
 
 
 @pytest.fixture(scope="module")
-def padded(model: Path, folder: Path, reference: Reference) -> Iterator[PaddedCast]:
+def padded(model: Path, folder: Path, reference: Reference) -> Iterator[PaddedServers]:
     sides = (
         Side(role="prefill", tp=2, page=16, flags=CHUNK),
         Side(role="decode", tp=2, page=1),
     )
-    for servers in running(sides, model, folder):
-        yield PaddedCast(*servers)
+    for started in running(sides, model, folder):
+        yield PaddedServers(*started)

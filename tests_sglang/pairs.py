@@ -1,4 +1,4 @@
-"""Requests to a prefill and a decode server at the same time, as a router sends them."""
+"""Requests sent to a prefill and a decode server at the same time, as a router sends them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from servers import ANSWER_S, Server, post
 
-_rooms = random.SystemRandom()
+_room_ids = random.SystemRandom()
 NUM_TOKENS = 12
 
 
 class Answers(NamedTuple):
-    """What the two servers said of one request."""
+    """Responses of the two servers to one request."""
 
     prefill: dict[str, Any]
     decode: dict[str, Any]
@@ -27,12 +27,12 @@ class Answers(NamedTuple):
 
 
 def new_room() -> int:
-    """As routers draw them."""
-    return _rooms.randrange(1, 1 << 63)
+    """Return a random room id of 63 bits, as routers do."""
+    return _room_ids.randrange(1, 1 << 63)
 
 
 def body(prompt: Sequence[int], prefill: Server, room: int, **more: Any) -> dict[str, Any]:
-    """A request's body, the same for both sides."""
+    """Return a request's body, which is the same for both servers."""
     return {
         "input_ids": list(prompt),
         "sampling_params": {
@@ -47,7 +47,7 @@ def body(prompt: Sequence[int], prefill: Server, room: int, **more: Any) -> dict
     }
 
 
-def ask(
+def generate(
     prompt: Sequence[int],
     prefill: Server,
     decode: Server,
@@ -57,26 +57,27 @@ def ask(
     at_prefill: dict[str, Any] | None = None,
     **more: Any,
 ) -> Answers:
-    """Ask both sides, and wait for both. ``at_prefill`` is for that side alone."""
-    asked = body(prompt, prefill, room or new_room(), **more)
-    said: list[dict[str, Any]] = []
+    """Send a request to both servers and wait for both. Only prefill gets ``at_prefill``."""
+    request = body(prompt, prefill, room or new_room(), **more)
+    responses: list[dict[str, Any]] = []
 
-    def to_prefill() -> None:
-        said.append(post(f"{prefill.url}/generate", asked | (at_prefill or {}), timeout_s))
+    def send_to_prefill() -> None:
+        url = f"{prefill.url}/generate"
+        responses.append(post(url, request | (at_prefill or {}), timeout_s))
 
-    thread = threading.Thread(target=to_prefill, daemon=True)
+    thread = threading.Thread(target=send_to_prefill, daemon=True)
     thread.start()
-    answer = post(f"{decode.url}/generate", asked, timeout_s)
+    answer = post(f"{decode.url}/generate", request, timeout_s)
     if "error" in answer:
-        # Prefill would wait for its own deadline.
+        # Prefill would respond only after its own deadline.
         return Answers({}, answer)
     thread.join()
-    return Answers(said[0], answer)
+    return Answers(responses[0], answer)
 
 
-def ask_all(
+def generate_all(
     prompts: Sequence[Sequence[int]], prefill: Server, decode: Server, **more: Any
 ) -> list[Answers]:
-    """All at once."""
+    """Send all requests at the same time."""
     with ThreadPoolExecutor(len(prompts)) as pool:
-        return list(pool.map(lambda prompt: ask(prompt, prefill, decode, **more), prompts))
+        return list(pool.map(lambda prompt: generate(prompt, prefill, decode, **more), prompts))

@@ -1,7 +1,7 @@
-"""Requests between schedulers' pools without a server, sent as schedulers would: in two chunks.
+"""Transfers between schedulers' pools without a server, in two chunks.
 
-What the pools are, and what is where in them, is a ``PooledRank``'s own: ``windows.py`` and
-``auxiliary_pools.py`` have some.
+A ``PooledRank`` defines the pools and their contents; ``windows.py`` and ``auxiliary_pools.py``
+have some.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import classes
+import backends
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.utils import KVClassType
-
-PATIENCE_S = 30.0
 
 
 class PooledRank(ABC):
@@ -24,63 +22,59 @@ class PooledRank(ABC):
     page: int
     rows: Any
     manager: Any
-    # SGLang's window, where there is one.
+    # SGLang's sliding window, if the model has one.
     window: int | None = None
 
     @abstractmethod
     def allocate(self, num_tokens: int, *, computes: bool) -> list[int]:
-        """Pages for a request: one that is computed here, or that comes here."""
+        """Allocate pages for a request, which is computed here or received."""
 
     @abstractmethod
     def state(self) -> list[Any]:
-        """What SGLang names beside these pages."""
+        """Return the state indices that SGLang passes with these pages."""
 
     @abstractmethod
     def fill(self) -> None:
-        """Compute it."""
+        """Write the request's entries, in place of a forward pass."""
 
     @abstractmethod
-    def forget(self) -> None:
-        """What SGLang frees between two chunks."""
+    def free_between_chunks(self) -> None:
+        """Free what SGLang frees between two chunks."""
 
 
-def wait_for(happens: Any) -> None:
-    classes.wait_for(happens, PATIENCE_S)
-
-
-def carry(
-    backend: classes.Backend, prefill: Sequence[PooledRank], decode: PooledRank, num_tokens: int
+def transfer(
+    backend: backends.Backend, prefill: Sequence[PooledRank], decode: PooledRank, num_tokens: int
 ) -> dict[str, Any]:
-    """One request, whose room is its length. How it ended on all sides."""
+    """Transfer one request, whose room id is its length, and return the final statuses."""
     none = dict.fromkeys(("lora_id", "cache_salt", "extra_key", "multimodal_inputs"))
-    told = SimpleNamespace(origin_input_ids=list(range(num_tokens)), **none), decode.window
-    wait_for(lambda: decode.manager.try_ensure_parallel_info(backend.address))
+    request = SimpleNamespace(origin_input_ids=list(range(num_tokens)), **none), decode.window
+    backends.wait_for(lambda: decode.manager.try_ensure_parallel_info(backend.address))
     receiver = backend.kind(KVClassType.RECEIVER)(decode.manager, backend.address, num_tokens)
     receiver.init(0)
-    receiver.bind_request(*told)
+    receiver.bind_request(*request)
     receiver.send_metadata(decode.allocate(num_tokens, computes=False), 0, decode.state())
     senders = []
-    for rank, one in enumerate(prefill):
-        with classes.as_rank(rank, len(prefill)):
-            sender = backend.kind(KVClassType.SENDER)(one.manager, backend.address, num_tokens)
-        sender.bind_request(*told)
+    for rank, source in enumerate(prefill):
+        with backends.as_rank(rank, len(prefill)):
+            sender = backend.kind(KVClassType.SENDER)(source.manager, backend.address, num_tokens)
+        sender.bind_request(*request)
         senders.append(sender)
-    wait_for(lambda: all(sender.poll() != KVPoll.Bootstrapping for sender in senders))
-    for one, sender in zip(prefill, senders, strict=True):
-        send(one, sender, num_tokens)
-    wait_for(lambda: receiver.poll() in classes.ENDS)
-    wait_for(lambda: all(sender.poll() in classes.ENDS for sender in senders))
-    return classes.Room(receiver, senders).ends
+    backends.wait_for(lambda: all(sender.poll() != KVPoll.Bootstrapping for sender in senders))
+    for source, sender in zip(prefill, senders, strict=True):
+        send_chunks(source, sender, num_tokens)
+    backends.wait_for(lambda: receiver.poll() in backends.FINAL)
+    backends.wait_for(lambda: all(sender.poll() in backends.FINAL for sender in senders))
+    return backends.Room(receiver, senders).statuses
 
 
-def send(one: PooledRank, sender: Any, num_tokens: int) -> None:
-    """In two chunks, if there are two pages; the last of them carries state."""
-    pages = one.allocate(num_tokens, computes=True)
-    one.fill()
-    one.rows.bootstrap_room[1, 0] = num_tokens
+def send_chunks(source: PooledRank, sender: Any, num_tokens: int) -> None:
+    """Send two chunks, or one if there is one page. The last chunk carries the state."""
+    pages = source.allocate(num_tokens, computes=True)
+    source.fill()
+    source.rows.bootstrap_room[1, 0] = num_tokens
     sender.init(len(pages), 1)
     half = len(pages) // 2
     if half:
-        sender.send(pages[:half], None, num_kv_tokens=half * one.page)
-    one.forget()
-    sender.send(pages[half:], one.state(), num_kv_tokens=num_tokens - half * one.page)
+        sender.send(pages[:half], None, num_kv_tokens=half * source.page)
+    source.free_between_chunks()
+    sender.send(pages[half:], source.state(), num_kv_tokens=num_tokens - half * source.page)

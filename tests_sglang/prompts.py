@@ -1,4 +1,4 @@
-"""Prompts of one and of several chunks, with pages that are full and pages that are not."""
+"""Prompts of one chunk and of several, which fill their last page or not."""
 
 from __future__ import annotations
 

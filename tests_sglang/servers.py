@@ -22,13 +22,14 @@ ROOT = HERE.parent
 START_S = 300.0
 ANSWER_S = 120.0
 STOP_S = 20.0
-# What SGLang needs on a CPU for which its kernels are not compiled; float32, so that greedy ids
-# can be compared with those of transformers.
+SWITCHABLE = "--enable-pd-role-switch"
+# SGLang's kernels are not compiled for this CPU, so PyTorch computes. In float32 greedy token ids
+# equal those of transformers.
 FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--grammar-backend", "none", "--disable-overlap-schedule", "--disable-cuda-graph"),
     *("--max-total-tokens", "4096", "--max-running-requests", "16", "--skip-server-warmup"),
-    # Of what is free when a rank starts, less what anybody takes until it has loaded its weights.
+    # Share of the memory that is free when a rank starts, while other ranks load their weights.
     *("--mem-fraction-static", "0.95", "--dtype", "float32", "--sleep-on-idle"),
     *("--host", "127.0.0.1", "--log-level", "info"),
 )
@@ -36,9 +37,10 @@ FLAGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One server as it is to be started. ``times``: pipeline stages, or data-parallel replicas.
+    """How to start a server.
 
-    ``arch`` is SGLang's file of the model.
+    ``times``: number of pipeline stages or data-parallel replicas. ``arch``: SGLang's module of the
+    model.
     """
 
     role: str
@@ -55,7 +57,7 @@ class Side:
 
 @dataclass
 class Server:
-    """One that runs. ``bootstrap`` is its port where it is a prefill server."""
+    """A running server. ``bootstrap`` is the port of its bootstrap server."""
 
     side: Side
     process: subprocess.Popen[bytes]
@@ -68,11 +70,15 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def wait(self) -> None:
-        """Until it answers."""
-        until_up(f"{self.url}/health", self.process, self.log)
+        """Wait until the server is healthy."""
+        wait_until_up(f"{self.url}/health", self.process, self.log)
+
+    def log_text(self) -> str:
+        """Return what the server has logged."""
+        return self.log.read_text(errors="replace")
 
     def kill(self) -> None:
-        """All its processes at once, as a machine that fails."""
+        """Kill all processes of the server at once, as the failure of a machine does."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(STOP_S)
 
@@ -84,16 +90,17 @@ class Server:
 _started: list[Server] = []
 
 
-def until_up(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Until somebody answers there. The process is watched too: one that dies tells nobody."""
-    until = time.monotonic() + START_S
-    while not _answers(url):
+def wait_until_up(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait until a GET succeeds; fail if the process ends or does not start in time."""
+    deadline = time.monotonic() + START_S
+    while not is_up(url):
         assert process.poll() is None, f"{url} has died:\n{tail(log)}"
-        assert time.monotonic() < until, f"{url} did not start:\n{tail(log)}"
+        assert time.monotonic() < deadline, f"{url} did not start:\n{tail(log)}"
         time.sleep(0.5)
 
 
-def _answers(url: str) -> bool:
+def is_up(url: str) -> bool:
+    """Return whether a GET succeeds."""
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:
             return bool(answer.status == 200)
@@ -102,12 +109,17 @@ def _answers(url: str) -> bool:
 
 
 def tail(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()
+    """Return the end of a log without what Triton prints when a process ends."""
+    lines = [
+        line
+        for line in log.read_text(errors="replace").splitlines()
+        if not line.startswith((" - leaked", " - ... skipped", "nanobind:", "See https://nanobind"))
+    ]
     return "\n".join(line[:300] for line in lines[-40:])
 
 
 def start(side: Side, model: Path, folder: Path) -> Server:
-    """Begin to start a server; ``wait`` for it."""
+    """Start a server and return at once; ``Server.wait`` waits until it is up."""
     port, bootstrap = later_port(), later_port()
     log = folder / f"{side.role}-tp{side.tp}-page{side.page}-{port}.log"
     command = [
@@ -116,7 +128,7 @@ def start(side: Side, model: Path, folder: Path) -> Server:
         *("--disaggregation-mode", side.role, "--disaggregation-transfer-backend", side.backend),
         *("--disaggregation-bootstrap-port", str(bootstrap), *side.flags),
     ]
-    if side.role == "decode":
+    if side.role == "decode" or SWITCHABLE in side.flags:
         command += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
     print(f"starting {side}, log {log}", flush=True)
     with log.open("wb") as file:
@@ -132,19 +144,19 @@ def start(side: Side, model: Path, folder: Path) -> Server:
     return server
 
 
-def make_way() -> None:
-    """End all that were started, for others that need the memory."""
+def stop_all() -> None:
+    """Stop all servers of earlier test files, to free their memory."""
     while _started:
         _started.pop().stop()
 
 
 def environment(ranks: int, folder: Path, arch: str = "llama") -> dict[str, str]:
-    """Of a server: this checkout, its entry points, the stand-ins, and one core a rank."""
+    """Return a server's environment: this checkout, its plugins, stand-ins, one core per rank."""
     points = folder / "entry-points"
     if not points.is_dir():
         subprocess.run([sys.executable, ROOT / "scripts" / "entry-points", points], check=True)
         for plugin in ("kvferry_broken", "kvferry_cpu"):
-            _offer(plugin, points)
+            _write_entry_point(plugin, points)
     path = [ROOT / "src", HERE / "standins", HERE / "broken", points]
     cores = os.cpu_count() or 1
     return {
@@ -156,14 +168,14 @@ def environment(ranks: int, folder: Path, arch: str = "llama") -> dict[str, str]
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % cores) for rank in range(ranks)),
         "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models(arch)),
-        # Short enough for a test to wait for, long enough for a busy machine.
+        # Tests wait for these timeouts; a busy machine must not reach them otherwise.
         "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "60",
         "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "60",
     }
 
 
-def _offer(plugin: str, points: Path) -> None:
-    """As if it were installed."""
+def _write_entry_point(plugin: str, points: Path) -> None:
+    """Let SGLang find a plugin as if it were installed."""
     info = points / f"{plugin}-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {plugin}\nVersion: 0\n")
@@ -171,7 +183,7 @@ def _offer(plugin: str, points: Path) -> None:
 
 
 def _other_models(arch: str) -> list[str]:
-    """Importing every model takes each scheduler half a minute."""
+    """Return the models to disable: importing all of them takes each scheduler half a minute."""
     spec = find_spec("sglang")
     assert spec is not None
     assert spec.origin is not None
@@ -180,7 +192,7 @@ def _other_models(arch: str) -> list[str]:
 
 
 def post(url: str, body: dict[str, Any], timeout_s: float = ANSWER_S) -> dict[str, Any]:
-    """What a server answers; an error as ``{"error": ...}``."""
+    """Return a server's response; ``{"error": ..., "status": ...}`` if the request failed."""
     request = urllib.request.Request(
         url, json.dumps(body).encode(), {"Content-Type": "application/json"}
     )

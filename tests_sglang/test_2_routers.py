@@ -1,4 +1,4 @@
-"""SGLang's own router in front of a pair of servers."""
+"""SGLang's router in front of SGLang servers."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Cast
+from conftest import Servers
 from pairs import NUM_TOKENS
 from prompts import LONG, SHORT
 from reference import Reference
-from servers import post, until_up
+from servers import post, wait_until_up
 
 from kvferry.testing.ports import later_port
 
 
 @pytest.fixture(scope="module")
-def router(cast: Cast, folder: Path) -> Iterator[str]:
-    """sglang-router over both prefill servers."""
+def router(servers: Servers, folder: Path) -> Iterator[str]:
+    """Start sglang-router for both prefill servers."""
     port, log = later_port(), folder / "router.log"
     pairs = [
         flag
-        for server in (cast.one, cast.three)
+        for server in (servers.prefill_tp1, servers.prefill_tp3)
         for flag in ("--prefill", server.url, str(server.bootstrap))
     ]
     command = [
         *(sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation", *pairs),
-        *("--decode", cast.decode.url, "--host", "127.0.0.1", "--port", str(port)),
+        *("--decode", servers.decode.url, "--host", "127.0.0.1", "--port", str(port)),
         *("--prometheus-port", str(later_port()), "--policy", "round_robin"),
     ]
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
     try:
-        until_up(f"http://127.0.0.1:{port}/readiness", process, log)
+        wait_until_up(f"http://127.0.0.1:{port}/readiness", process, log)
         yield f"http://127.0.0.1:{port}"
     finally:
         process.kill()
@@ -42,11 +42,11 @@ def router(cast: Cast, folder: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("text", [SHORT, LONG])
-@pytest.mark.parametrize("time", ["first", "second"])
-def test_sglangs_router_serves_a_pair(
-    router: str, reference: Reference, text: str, time: str
+@pytest.mark.parametrize("turn", ["first", "second"])
+def test_sglangs_router_serves_two_prefill_servers(
+    router: str, reference: Reference, text: str, turn: str
 ) -> None:
-    """Twice, because it takes the prefill servers in turn."""
+    """Send each prompt twice, because the router alternates between the prefill servers."""
     prompt = reference.ids(text)
     body = {
         "input_ids": prompt,

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Cast
+from conftest import Servers
 from pairs import NUM_TOKENS, new_room
 from prompts import LONG, SHORT
 from reference import Reference
-from servers import Server, environment, post, until_up
+from servers import Server, environment, post, wait_until_up
 
 from kvferry import DiscoveryServer
 from kvferry.testing.ports import later_port
@@ -25,10 +25,10 @@ DEADLINE_S = 60.0
 
 @contextmanager
 def worker(role: str, discovery: str, model: Path, folder: Path) -> Iterator[str]:
-    """One of kvferry's own, with one rank."""
-    port, log = later_port(), folder / f"own-{role}.log"
+    """Start a worker of the reference engine with one rank."""
+    port, log = later_port(), folder / f"reference-{role}.log"
     command = [
-        *(sys.executable, "-m", "kvferry", "serve", role, "--name", f"own-{role}"),
+        *(sys.executable, "-m", "kvferry", "serve", role, "--name", f"reference-{role}"),
         *("--layout", "tp=1,page=8", "--discovery", discovery, "--model", str(model)),
         *("--transport", "nixl", "--port", str(port)),
     ]
@@ -37,15 +37,15 @@ def worker(role: str, discovery: str, model: Path, folder: Path) -> Iterator[str
             command, env=environment(1, folder), stdout=file, stderr=subprocess.STDOUT
         )
     try:
-        until_up(f"http://127.0.0.1:{port}/healthz", process, log)
+        wait_until_up(f"http://127.0.0.1:{port}/healthz", process, log)
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
         process.wait()
 
 
-def own_body(model: Path, prompt: list[int], own: dict[str, Any]) -> dict[str, Any]:
-    """A completion for kvferry's own engine."""
+def reference_body(model: Path, prompt: list[int], transfer: dict[str, Any]) -> dict[str, Any]:
+    """Return the body of a completion request to the reference engine."""
     return {
         "model": model.name,
         "prompt": prompt,
@@ -53,7 +53,7 @@ def own_body(model: Path, prompt: list[int], own: dict[str, Any]) -> dict[str, A
         "max_tokens": NUM_TOKENS,
         "ignore_eos": True,
         "seed": 1,
-        "kvferry": {"deadline_s": DEADLINE_S, **own},
+        "kvferry": {"deadline_s": DEADLINE_S, **transfer},
     }
 
 
@@ -71,18 +71,23 @@ def sglang_body(prompt: list[int], port: int, room: int) -> dict[str, Any]:
     }
 
 
-def both(url: str, body: dict[str, Any], other: str, other_body: dict[str, Any]) -> dict[str, Any]:
-    """Ask the first for its part, and answer with what the second says."""
-    thread = threading.Thread(target=post, args=(url, body), daemon=True)
+def post_to_both(
+    prefill_url: str,
+    prefill_body: dict[str, Any],
+    decode_url: str,
+    decode_body: dict[str, Any],
+) -> dict[str, Any]:
+    """Send a request to prefill and decode at the same time, and return decode's response."""
+    thread = threading.Thread(target=post, args=(prefill_url, prefill_body), daemon=True)
     thread.start()
-    answer = post(other, other_body)
+    answer = post(decode_url, decode_body)
     if "error" not in answer:
         thread.join()
     return answer
 
 
 @pytest.fixture(scope="module")
-def own_prefill(model: Path, folder: Path) -> Iterator[tuple[str, int]]:
+def reference_prefill(model: Path, folder: Path) -> Iterator[tuple[str, int]]:
     with (
         DiscoveryServer() as discovery,
         worker("prefill", discovery.url, model, folder) as url,
@@ -91,21 +96,27 @@ def own_prefill(model: Path, folder: Path) -> Iterator[tuple[str, int]]:
 
 
 @pytest.fixture(scope="module")
-def own_decode(cast: Cast, model: Path, folder: Path) -> Iterator[str]:
-    with worker("decode", f"http://127.0.0.1:{cast.one.bootstrap}", model, folder) as url:
+def reference_decode(servers: Servers, model: Path, folder: Path) -> Iterator[str]:
+    with worker(
+        "decode", f"http://127.0.0.1:{servers.prefill_tp1.bootstrap}", model, folder
+    ) as url:
         yield url
 
 
 @pytest.mark.parametrize("text", [SHORT, LONG])
 def test_sglang_decodes_after_reference_prefill(
-    own_prefill: tuple[str, int], cast: Cast, reference: Reference, model: Path, text: str
+    reference_prefill: tuple[str, int],
+    servers: Servers,
+    reference: Reference,
+    model: Path,
+    text: str,
 ) -> None:
-    url, port = own_prefill
+    url, port = reference_prefill
     prompt, room = reference.ids(text), new_room()
-    answer = both(
+    answer = post_to_both(
         f"{url}/v1/completions",
-        own_body(model, prompt, {"room": room}),
-        f"{cast.decode.url}/generate",
+        reference_body(model, prompt, {"room": room}),
+        f"{servers.decode.url}/generate",
         sglang_body(prompt, port, room),
     )
     assert answer.get("output_ids") == reference.answer(prompt, NUM_TOKENS), answer
@@ -113,20 +124,20 @@ def test_sglang_decodes_after_reference_prefill(
 
 @pytest.mark.parametrize("text", [SHORT, LONG])
 def test_reference_engine_decodes_after_sglang_prefill(
-    own_decode: str, cast: Cast, reference: Reference, model: Path, text: str
+    reference_decode: str, servers: Servers, reference: Reference, model: Path, text: str
 ) -> None:
     prompt, room = reference.ids(text), new_room()
-    own = {"room": room, "prefill": instance(cast.one), "fallback": "fail"}
-    answer = both(
-        f"{cast.one.url}/generate",
-        sglang_body(prompt, cast.one.bootstrap, room),
-        f"{own_decode}/v1/completions",
-        own_body(model, prompt, own),
+    transfer = {"room": room, "prefill": instance(servers.prefill_tp1)}
+    answer = post_to_both(
+        f"{servers.prefill_tp1.url}/generate",
+        sglang_body(prompt, servers.prefill_tp1.bootstrap, room),
+        f"{reference_decode}/v1/completions",
+        reference_body(model, prompt, transfer),
     )
-    wanted = reference.text(reference.answer(prompt, NUM_TOKENS))
-    assert answer.get("choices", [{}])[0].get("text") == wanted, answer
+    expected = reference.text(reference.answer(prompt, NUM_TOKENS))
+    assert answer.get("choices", [{}])[0].get("text") == expected, answer
 
 
 def instance(server: Server) -> str:
-    """As a prefill server's only replica is registered."""
+    """Return the name under which a prefill server's only replica is registered."""
     return f"sglang/127.0.0.1:{server.bootstrap}/dp0of1"

@@ -1,7 +1,7 @@
 """SGLang on one side and vLLM on the other: both reject the pair with a reason.
 
-On a CPU, vLLM keeps K column by column inside a block. What is refused is that, at the handshake:
-not the model, whose fingerprints agree.
+On a CPU, vLLM stores K by columns inside a block, so the handshake rejects the pair. The models'
+fingerprints agree.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from conftest import Cast
+from conftest import Servers
 from pairs import NUM_TOKENS, new_room
 from prompts import SHORT
 from reference import Reference
 from servers import ROOT, post
 from test_3_engines import instance, sglang_body
-from test_4_aborts_and_deaths import is_idle, until
+from test_4_aborts_and_deaths import is_idle, wait_until
 
 from kvferry import DiscoveryServer
 from kvferry.testing.ports import later_port
@@ -32,10 +32,10 @@ from tests_vllm.servers import environment
 
 VENV = Path(os.environ.get("VLLM_VENV", ROOT / ".venv-vllm"))
 VLLM = VENV / "bin" / "vllm"
-# The least that vLLM takes on a CPU.
+# The smallest block that vLLM has on a CPU.
 BLOCK_TOKENS = 32
-# Blocks whose K is not by tokens have a name of their own.
-THEIRS = f"blocks_of_{BLOCK_TOKENS}_tokens"
+# The connector names a tensor so if K is not stored by tokens.
+VLLM_TENSOR = f"blocks_of_{BLOCK_TOKENS}_tokens"
 DIFFER = "so one can't read the other's; use engines"
 
 pytestmark = pytest.mark.skipif(
@@ -45,12 +45,12 @@ pytestmark = pytest.mark.skipif(
 
 
 def start(role: str, discovery: str, model: Path, folder: Path) -> Vllm:
-    """Begin to start one, with kvferry's connector, at a discovery service."""
+    """Start a vLLM with kvferry's connector, and return at once."""
     port, points = later_port(), folder / "vllm-points"
     subprocess.run([sys.executable, ROOT / "scripts" / "entry-points", points], check=True)
-    own = {"discovery": discovery, "instance": f"vllm-{role}"}
+    extra = {"discovery": discovery, "instance": f"vllm-{role}"}
     transfer: dict[str, Any] = {"kv_connector": "KVFerryConnector", "kv_role": role}
-    transfer |= {"kv_load_failure_policy": "fail", "kv_connector_extra_config": own}
+    transfer |= {"kv_load_failure_policy": "fail", "kv_connector_extra_config": extra}
     command = [
         *(str(VLLM), "serve", str(model), "--port", str(port), "--host", "127.0.0.1"),
         *("--served-model-name", "m", "--dtype", "float32", "--enforce-eager"),
@@ -63,8 +63,8 @@ def start(role: str, discovery: str, model: Path, folder: Path) -> Vllm:
     return server
 
 
-class Neighbours(NamedTuple):
-    """A vLLM that prefills, the port of its discovery service, and one that decodes SGLang's."""
+class VllmServers(NamedTuple):
+    """A prefill server, the port of its discovery service, and a decode server for SGLang."""
 
     prefill: Vllm
     port: int
@@ -72,15 +72,17 @@ class Neighbours(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def neighbours(cast: Cast, model: Path, folder: Path) -> Iterator[Neighbours]:
+def vllm_servers(servers: Servers, model: Path, folder: Path) -> Iterator[VllmServers]:
     with DiscoveryServer() as discovery, ExitStack() as stack:
         prefill = start("kv_producer", discovery.url, model, folder)
         stack.callback(prefill.stop)
-        decode = start("kv_consumer", f"http://127.0.0.1:{cast.one.bootstrap}", model, folder)
+        decode = start(
+            "kv_consumer", f"http://127.0.0.1:{servers.prefill_tp1.bootstrap}", model, folder
+        )
         stack.callback(decode.stop)
-        for each in (prefill, decode):
-            each.wait_until_up()
-        yield Neighbours(prefill, int(discovery.url.rpartition(":")[2]), decode)
+        for server in (prefill, decode):
+            server.wait_until_up()
+        yield VllmServers(prefill, int(discovery.url.rpartition(":")[2]), decode)
 
 
 def vllm_body(prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
@@ -93,36 +95,37 @@ def vllm_body(prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def ask_beside(url: str, body: dict[str, Any]) -> None:
-    """The side that computes; nobody waits for what it says."""
+def post_in_background(url: str, body: dict[str, Any]) -> None:
+    """Send a request without waiting for its response."""
     threading.Thread(target=post, args=(url, body), daemon=True).start()
 
 
 def test_sglang_rejects_vllm_prefill(
-    neighbours: Neighbours, cast: Cast, reference: Reference
+    vllm_servers: VllmServers, servers: Servers, reference: Reference
 ) -> None:
     prompt, room = reference.ids(SHORT), new_room()
     params = {"do_remote_decode": True, "kvferry": {"room": room}}
-    ask_beside(f"{neighbours.prefill.url}/v1/completions", vllm_body(prompt, params))
-    answer = post(f"{cast.decode.url}/generate", sglang_body(prompt, neighbours.port, room))
+    post_in_background(f"{vllm_servers.prefill.url}/v1/completions", vllm_body(prompt, params))
+    answer = post(f"{servers.decode.url}/generate", sglang_body(prompt, vllm_servers.port, room))
     assert answer.get("status") == 500, answer
-    assert f"the tensors {THEIRS} at prefill and k, v at decode, {DIFFER}" in answer["error"]
+    assert f"the tensors {VLLM_TENSOR} at prefill and k, v at decode, {DIFFER}" in answer["error"]
 
 
 def test_vllm_rejects_sglang_prefill(
-    neighbours: Neighbours, cast: Cast, reference: Reference
+    vllm_servers: VllmServers, servers: Servers, reference: Reference
 ) -> None:
-    """vLLM answers just that it failed; why is in its log."""
+    """vLLM responds that the request failed; its log has the reason."""
     prompt, room = reference.ids(SHORT), new_room()
-    own = {"room": room, "prefill": instance(cast.one), "tokens": len(prompt)}
-    params = {"do_remote_prefill": True, "kvferry": own}
-    asked = sglang_body(prompt, cast.one.bootstrap, room) | {"rid": "for-vllm"}
-    ask_beside(f"{cast.one.url}/generate", asked)
-    answer = post(f"{neighbours.decode.url}/v1/completions", vllm_body(prompt, params))
+    transfer = {"room": room, "prefill": instance(servers.prefill_tp1), "tokens": len(prompt)}
+    params = {"do_remote_prefill": True, "kvferry": transfer}
+    request = sglang_body(prompt, servers.prefill_tp1.bootstrap, room) | {"rid": "for-vllm"}
+    post_in_background(f"{servers.prefill_tp1.url}/generate", request)
+    answer = post(f"{vllm_servers.decode.url}/v1/completions", vllm_body(prompt, params))
     assert answer.get("status") == 500, answer
-    said = f"the tensors k, v at prefill and {THEIRS} at decode, {DIFFER}"
-    until(lambda: said in neighbours.decode.log.read_text(errors="replace"), "vLLM never said it")
-    # Prefill would wait for its own deadline, for a decode that does not come.
-    until(lambda: not is_idle(cast.one), "prefill never had the request")
-    post(f"{cast.one.url}/abort_request", {"rid": "for-vllm"})
-    until(lambda: is_idle(cast.one), "prefill still has the request")
+    reason = f"the tensors k, v at prefill and {VLLM_TENSOR} at decode, {DIFFER}"
+    log = vllm_servers.decode.log
+    wait_until(lambda: reason in log.read_text(errors="replace"), "vLLM did not log the reason")
+    # Abort, because no decode server comes; prefill would wait for its deadline.
+    wait_until(lambda: not is_idle(servers.prefill_tp1), "prefill did not get the request")
+    post(f"{servers.prefill_tp1.url}/abort_request", {"rid": "for-vllm"})
+    wait_until(lambda: is_idle(servers.prefill_tp1), "prefill still has the request")

@@ -10,15 +10,15 @@ from typing import NamedTuple
 import pytest
 import torch
 from conftest import CHUNK, running
-from pairs import NUM_TOKENS, ask, new_room
+from pairs import NUM_TOKENS, generate, new_room
 from prompts import LONG, SHORT
 from reference import Reference
-from servers import Server, Side, make_way
+from servers import Server, Side, stop_all
 from transformers import AutoModelForCausalLM
 
 
-class Staged(NamedTuple):
-    """Either of the prefill servers goes with the decode server."""
+class ParallelServers(NamedTuple):
+    """Two prefill servers that both work with the decode server."""
 
     stages: Server
     replicas: Server
@@ -27,41 +27,44 @@ class Staged(NamedTuple):
 
 @pytest.fixture(scope="module")
 def untied(model: Path, folder: Path) -> Path:
-    """The same model with a head of its own: SGLang's last stage looks for it in vain otherwise."""
-    made = folder / "untied"
-    shutil.copytree(model, made, ignore=shutil.ignore_patterns("*.safetensors"))
-    copied = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    copied.config.tie_word_embeddings = False
-    copied.lm_head.weight = torch.nn.Parameter(copied.model.embed_tokens.weight.detach().clone())
-    copied.save_pretrained(made)
-    return made
+    """A copy of the model with its own LM head, because SGLang's last stage cannot tie it."""
+    copy = folder / "untied"
+    shutil.copytree(model, copy, ignore=shutil.ignore_patterns("*.safetensors"))
+    untied = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    untied.config.tie_word_embeddings = False
+    untied.lm_head.weight = torch.nn.Parameter(untied.model.embed_tokens.weight.detach().clone())
+    untied.save_pretrained(copy)
+    return copy
 
 
 @pytest.fixture(scope="module")
-def staged(untied: Path, folder: Path, reference: Reference) -> Iterator[Staged]:
-    # Nobody asks the servers of earlier files any more.
-    make_way()
+def parallel(untied: Path, folder: Path, reference: Reference) -> Iterator[ParallelServers]:
+    stop_all()
     follow = ("--load-balance-method", "follow_bootstrap_room")
     sides = (
         Side(role="prefill", page=16, flags=(*CHUNK, "--pp-size", "2"), times=2),
         Side(role="prefill", page=16, flags=(*CHUNK, "--dp-size", "2", *follow), times=2),
         Side(role="decode"),
     )
-    for servers in running(sides, untied, folder):
-        yield Staged(*servers)
+    for started in running(sides, untied, folder):
+        yield ParallelServers(*started)
 
 
 @pytest.mark.parametrize("text", [SHORT, LONG], ids=["one chunk", "several chunks"])
-def test_both_stages_send_their_layers(staged: Staged, reference: Reference, text: str) -> None:
+def test_both_stages_send_their_layers(
+    parallel: ParallelServers, reference: Reference, text: str
+) -> None:
     prompt = reference.ids(text)
-    assert ask(prompt, staged.stages, staged.decode).ids == reference.answer(prompt, NUM_TOKENS)
+    assert generate(prompt, parallel.stages, parallel.decode).ids == reference.answer(
+        prompt, NUM_TOKENS
+    )
 
 
 @pytest.mark.parametrize("replica", [0, 1])
 @pytest.mark.parametrize("text", [SHORT, LONG], ids=["one chunk", "several chunks"])
 def test_room_selects_the_sending_replica(
-    staged: Staged, reference: Reference, replica: int, text: str
+    parallel: ParallelServers, reference: Reference, replica: int, text: str
 ) -> None:
     prompt, room = reference.ids(text), new_room() // 2 * 2 + replica
-    answers = ask(prompt, staged.replicas, staged.decode, room=room)
+    answers = generate(prompt, parallel.replicas, parallel.decode, room=room)
     assert answers.ids == reference.answer(prompt, NUM_TOKENS)

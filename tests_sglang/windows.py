@@ -1,10 +1,10 @@
-"""SGLang's own pools for sliding windows, without a server.
+"""SGLang's pools for sliding windows, without a server.
 
-``SWAKVPool`` and its allocator on both sides, arguments and page lists as schedulers make them, in
-one process: TP2 in pages of 1 to TP1 in pages of 4, in two chunks, one request after another of
-the lengths that are named. What prefill has freed in front of the window is gone there before
-the last chunk. Prints a line of JSON for each: how it ended, how many entries are wrong, and how
-many of decode's slots changed that are not the request's. ``test_7_windows.py`` runs it.
+Transfers requests of the given lengths in two chunks between ``SWAKVPool`` of TP2 with pages of 1
+and of TP1 with pages of 4, with arguments and page lists as schedulers make them. Before the last
+chunk, prefill frees the pages in front of the window. Prints a line of JSON for each request:
+final statuses, number of wrong entries, and number of other slots at decode that changed.
+``test_7_windows.py`` runs it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import classes
+import backends
 import torch
-from pooled import PooledRank, carry
+from pooled import PooledRank, transfer
 from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
@@ -27,25 +27,25 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 LAYERS, HEADS, SLOTS, WINDOW = 4, 2, 64, 8
 SLIDING, FULL = [0, 2], [1, 3]
-# As SGLang's models count it: without the token itself.
-LOOKED_BACK = WINDOW - 1
+# SGLang's models count the window without the current token.
+NUM_EARLIER = WINDOW - 1
 
 
 class WindowedRank(PooledRank):
-    """One scheduler's two pools, and the manager over them."""
+    """One scheduler's two pools, and the manager for them."""
 
-    window = LOOKED_BACK
+    window = NUM_EARLIER
 
-    def __init__(self, backend: classes.Backend, mode: Any, rank: int, tp: int, page: int) -> None:
+    def __init__(self, backend: backends.Backend, mode: Any, rank: int, tp: int, page: int) -> None:
         share = HEADS // tp
         self.page, self.heads = page, range(rank * share, (rank + 1) * share)
         self.pool = SWAKVPool(
-            *(SLOTS, SLOTS, page, torch.float32, share, classes.DIM, SLIDING, FULL, "cpu"),
+            *(SLOTS, SLOTS, page, torch.float32, share, backends.DIM, SLIDING, FULL, "cpu"),
         )
         self.allocator = SWATokenToKVPoolAllocator(
             *(SLOTS, SLOTS, page, torch.float32, "cpu", self.pool, False),
         )
-        args, _, self.rows = classes.kv_args(rank, tp, HEADS)
+        args, _, self.rows = backends.kv_args(rank, tp, HEADS)
         args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = (
             self.pool.get_contiguous_buf_infos()
         )
@@ -55,8 +55,8 @@ class WindowedRank(PooledRank):
         self.slots = torch.empty(0, dtype=torch.int64)
 
     def allocate(self, num_tokens: int, *, computes: bool) -> list[int]:
-        """Slots in the full pool for all tokens, and in the other for the last, or all, of them."""
-        num_kept = num_tokens if computes else min(num_tokens, LOOKED_BACK)
+        """Allocate slots for all tokens in the full pool, and for the kept ones in the other."""
+        num_kept = num_tokens if computes else min(num_tokens, NUM_EARLIER)
         ceil = -(-num_tokens // self.page) * self.page
         begins = (num_tokens - num_kept) // self.page * self.page
         full: torch.Tensor = self.allocator.full_attn_allocator.alloc(ceil)
@@ -66,16 +66,16 @@ class WindowedRank(PooledRank):
         return list(kv_to_page_indices(self.slots, self.page).tolist())
 
     def state(self) -> list[Any]:
-        """The window's pages, as both schedulers name them."""
-        begins = max(0, len(self.slots) - LOOKED_BACK) // self.page * self.page
+        """Return the window's pages, as both schedulers list them."""
+        begins = max(0, len(self.slots) - NUM_EARLIER) // self.page * self.page
         kept = self.allocator.translate_swa_indices_for_transfer(self.slots[begins:])
         return [kv_to_page_indices(kept, self.page)]
 
-    def forget(self) -> None:
-        self.allocator.free_swa(self.slots[: max(0, len(self.slots) - LOOKED_BACK)])
+    def free_between_chunks(self) -> None:
+        self.allocator.free_swa(self.slots[: max(0, len(self.slots) - NUM_EARLIER)])
 
     def entries(self, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """K and V of one layer, each with the places of the tokens in it."""
+        """Return K and V of one layer, each with the slots of the tokens in it."""
         slots = self.slots
         if layer in SLIDING:
             slots = self.allocator.translate_loc_from_full_to_swa(slots)
@@ -90,25 +90,25 @@ class WindowedRank(PooledRank):
                         buffer[place, local] = self.entry(layer, kind, token, head)
 
     def entry(self, layer: int, kind: int, token: int, head: int) -> float:
-        """Says of which request it is, too."""
+        """Return a value that identifies request, layer, token and head."""
         return len(self.slots) + 1000 * (2 * layer + kind) + 10 * token + head
 
-    def looked_at(self, layer: int) -> range:
-        """The tokens that the next one sees."""
+    def attended(self, layer: int) -> range:
+        """Return the tokens that the next one attends to."""
         num_tokens = len(self.slots)
-        return range(max(0, num_tokens - LOOKED_BACK) if layer in SLIDING else 0, num_tokens)
+        return range(max(0, num_tokens - NUM_EARLIER) if layer in SLIDING else 0, num_tokens)
 
-    def wrong(self) -> int:
+    def count_wrong(self) -> int:
         return sum(
             not bool((buffer[places[token], head] == self.entry(layer, kind, token, head)).all())
             for layer in range(LAYERS)
             for kind, (buffer, places) in enumerate(self.entries(layer))
-            for token in self.looked_at(layer)
+            for token in self.attended(layer)
             for head in self.heads
         )
 
-    def strange(self) -> int:
-        """Slots that hold anything and are not in the request's pages; page 0 is nobody's."""
+    def count_touched(self) -> int:
+        """Count the slots with data outside of the request's pages and page 0, which is unused."""
         found = 0
         for layer in range(LAYERS):
             for buffer, places in self.entries(layer):
@@ -125,23 +125,23 @@ class WindowedRank(PooledRank):
 
 
 def main(model: Path) -> None:
-    config = json.loads((classes.config_of(model, HEADS) / "config.json").read_text())
+    config = json.loads((backends.write_config(model, HEADS) / "config.json").read_text())
     config |= {"num_hidden_layers": LAYERS, "sliding_window": WINDOW, "is_hybrid_swa": True}
     config["hybrid_layer_pattern"] = [int(layer in SLIDING) for layer in range(LAYERS)]
     (model / "config.json").write_text(json.dumps(config))
-    backend = classes.Backend("kvferry", HEADS, model)
+    backend = backends.Backend("kvferry", HEADS, model)
     prefill = [WindowedRank(backend, DisaggregationMode.PREFILL, rank, 2, 1) for rank in range(2)]
     decode = WindowedRank(backend, DisaggregationMode.DECODE, 0, 1, 4)
     for num_tokens in map(int, sys.argv[1:]):
-        said = {"tokens": num_tokens, **carry(backend, prefill, decode, num_tokens)}
-        said |= {"wrong": decode.wrong(), "strange": decode.strange()}
-        print(json.dumps(said), flush=True)
-        for one in (*prefill, decode):
-            one.clear()
+        result = {"tokens": num_tokens, **transfer(backend, prefill, decode, num_tokens)}
+        result |= {"wrong": decode.count_wrong(), "touched": decode.count_touched()}
+        backends.print_json(result)
+        for rank in (*prefill, decode):
+            rank.clear()
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         main(Path(folder))
-    # Its threads would go on for ever.
+    # SGLang's threads do not end.
     os._exit(0)

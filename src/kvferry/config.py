@@ -17,6 +17,7 @@ class LivenessConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``silence_s``: a peer that sends nothing for this long is lost.
     ``unresponsive_s``: the same limit for a peer whose process is known to run but cannot send,
     for example because it is starved of CPU or of the GIL.
+    ``idle_s``: a target closes a link that no room has used for this long; the next room opens one.
     ``handshake_s``: a peer that leaves a Hello or a Welcome unanswered for this long is lost.
     ``stalled_s``: an endpoint thread that makes no progress for this long is reported.
     """
@@ -24,6 +25,7 @@ class LivenessConfig(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_s: float = 1.0
     silence_s: float = 8.0
     unresponsive_s: float = 60.0
+    idle_s: float = 300.0
     handshake_s: float = 15.0
     stalled_s: float = 5.0
 

@@ -15,7 +15,8 @@ from kvferry.cli.demo.check import CheckedAnswer, compare
 from kvferry.cli.demo.output import DemoOutput, as_document
 from kvferry.cli.main import main
 from kvferry.layout.spec import DType
-from kvferry.reference.cluster.description import ClusterDescription, ModelFolder, WorkerSection
+from kvferry.reference.cluster.description import ClusterDescription, WorkerSection
+from kvferry.reference.models.find import ModelFolder
 from kvferry.reference.models.tiny import make_tiny
 
 ENOUGH_S = 240
@@ -43,12 +44,12 @@ def test_every_token_is_that_of_a_single_process() -> None:
     requests = document["requests"]
     assert len(requests) == 5
     assert document["bytes"] == sum(request["bytes"] for request in requests) > 0
-    assert document["mode"]
+    assert sum(document["modes"].values()) == document["bytes"]
+    assert set(document["modes"]) <= {"runs", "slices"}
     assert document["ttft_s"] > 0
     for request in requests:
         assert request["token_exact"] is True
         assert request["source"] == "transferred"
-        assert request["mode"] in ("runs", "slices")
         assert len(request["tokens"]) <= 8
         assert request["ttft_s"] > 0
 
@@ -85,7 +86,7 @@ def test_a_single_wrong_token_is_found(folder: Path) -> None:
     results = compare(folder, answers, 6, DType.FLOAT32)
     assert [result.exact for result in results] == [True, False, True]
     assert [result.differs_at for result in results] == [None, 3, None]
-    document = as_document(CLUSTER, ModelFolder(folder, "m"), results, 1.0)
+    document = as_document(CLUSTER, ModelFolder(folder, "m"), results, {}, 1.0)
     assert document["token_exact"] is False
 
 
@@ -100,23 +101,23 @@ def test_an_answer_that_is_too_short_or_too_long_is_wrong(tokens: list[int], at:
 def test_nothing_is_not_exact() -> None:
     """No answer where none was expected proves nothing."""
     assert not CheckedAnswer(Answer("q"), []).exact
-    assert as_document(CLUSTER, ModelFolder(Path("x"), "m"), [], 1.0)["token_exact"] is False
+    assert as_document(CLUSTER, ModelFolder(Path("x"), "m"), [], {}, 1.0)["token_exact"] is False
 
 
 def test_what_it_prints_into_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
-    good = Answer("why?", text="\x1b[2Jbecause", tokens=[1, 2], ttft_s=0.25, total_s=1.0)
-    good.report = {"bytes": 2048, "mode": "runs", "seconds": 0.1}
+    good = Answer("why?", text="\x1b[2Jbecause", tokens=[1, 2], stamps=[0.25], total_s=1.0)
+    good.report = {"bytes": 2048, "seconds": 0.1}
     lost = Answer("how?", error="the worker is gone")
     results = [CheckedAnswer(good, [1, 2]), CheckedAnswer(lost, [1])]
     output = DemoOutput(quiet=False)
     output.step("asking")
     for number, result in enumerate(results):
         output.answer(number, result.answer)
-    output.results(results, as_document(CLUSTER, ModelFolder(Path("x"), "m"), results, 1.0))
+    document = as_document(CLUSTER, ModelFolder(Path("x"), "m"), results, {"runs": 2048}, 1.0)
+    output.results(results, document)
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert "·[2Jbecause" in out
     assert "(no answer: the worker is gone)" in out
-    assert "2.00 KiB  runs" in out
     assert "1 of 2 answers are wrong" in out
-    assert "TP3, page 16 → TP1, page 16 over auto" in out
+    assert "TP3, page 16 → TP1, page 16 over auto: 2.00 KiB as runs for 2 requests" in out

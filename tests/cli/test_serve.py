@@ -27,7 +27,8 @@ instances = 2
         ("--tiny --model x", "--tiny is a model already"),
         ("--tiny --prefill tp=12", "tp=12 is more ranks than the model's 6 query heads"),
         ("--tiny --decode tp=4", "tp=4 neither divides nor is divided by the 3 units (heads)"),
-        ("--tiny --decode cp=2", "no context parallelism"),
+        ("--tiny --decode cp=2", "this engine shards by tp only; leave cp out"),
+        ("--tiny --prefill pp=2", "this engine shards by tp only; leave pp out"),
         ("--tiny --decode tp=0", "--decode tp must be at least 1"),
         ("--tiny --prefill=", "--prefill is empty"),
         ("--tiny --port 70000", "a port is between 0 and 65535"),
@@ -40,7 +41,7 @@ instances = 2
         ("--policy round-robin --jsn router", "did you mean --json?"),
         ("pefill", "kvferry serve has no command 'pefill'; did you mean prefill?"),
         ("--tiny --port 0 roter", "kvferry serve has no command 'roter'; did you mean router?"),
-        ("x", "kvferry serve has no command 'x'; use discovery, prefill, decode, router"),
+        ("x", "kvferry serve has no command 'x'; use discovery, status, prefill, decode, router"),
         ("prefill --lyout tp=1", "did you mean --layout?"),
         ("--prefill tp=3 router", "a router has no use for --prefill"),
         ("--device cuda router", "a router has no use for --device"),
@@ -93,7 +94,7 @@ def test_what_does_not_compute_does_not_wait_for_torch() -> None:
         "cli.demo.output",
         "discovery.http.server",
         "reference.models.find",
-        "reference.cluster.process",
+        "reference.cluster.launch",
         "router.serving",
     )
     program = f"import sys; import {', '.join(f'kvferry.{part}' for part in parts)}; " + (
@@ -145,4 +146,4 @@ def test_print_config_prints_the_resulting_configuration(
         assert (document["prefill"][0]["tp"], document["router"]["port"]) == expected
     assert main(["serve", "decode", "--tiny", "--layout", "tp=3", "--print-config"]) == 0
     options = json.loads(capsys.readouterr().out)
-    assert (options["name"], options["engine"]["parallel"]["tp"]) == ("decode-0", 3)
+    assert (options["name"], options["engine"]["tp"]) == ("decode-0", 3)

@@ -12,8 +12,8 @@ import yaml
 from telemetry.test_metrics_docs import Metric, documented
 
 ROOT = Path(__file__).parents[2]
-HEADINGS = ("## Endpoints", "## The discovery service", "## The router", "## Workers", "## HTTP")
-COMMON = {"## Endpoints": ("endpoint", "transport"), "## Workers": ("instance",)}
+HEADINGS = ("## Endpoints", "## The discovery service", "## The router", "## HTTP")
+COMMON = {"## Endpoints": ("endpoint", "transport")}
 SUFFIXES = ("_bucket", "_sum", "_count")
 # Labels that Prometheus adds to every series.
 TARGET = {"job", "instance"}

@@ -25,7 +25,7 @@ def pods() -> list[tuple[str, dict[str, Any]]]:
         (each["metadata"]["name"], each["spec"]["template"]["spec"])
         for file in FILES
         for each in documents(file)
-        if "template" in each["spec"]
+        if "template" in each["spec"] and each["metadata"]["name"] != "kvferry-etcd"
     ]
 
 
@@ -48,7 +48,7 @@ def test_a_typo_would_be_noticed() -> None:
 
 def test_every_part_is_there() -> None:
     assert {name for name, _ in pods()} == {
-        f"kvferry-{part}" for part in ("discovery", "router", "prefill", "decode")
+        f"kvferry-{part}" for part in ("status", "router", "prefill", "decode")
     }
 
 
@@ -75,6 +75,20 @@ def test_it_is_probed_ends_gracefully_and_has_the_key(name: str, pod: dict[str, 
     assert mounted <= set(volumes)
     assert "secret" not in mounted
     assert pod["initContainers"][0]["command"][:3] == ["install", "-m", "600"]
+
+
+def test_all_meet_in_the_same_etcd() -> None:
+    stateful, service, *_ = documents(ROOT / "deploy" / "kubernetes" / "etcd.yaml")
+    assert (service["metadata"]["name"], service["spec"]["ports"][0]["port"]) == (
+        "kvferry-etcd",
+        2379,
+    )
+    for _, pod in pods():
+        args = pod["containers"][0]["args"]
+        assert "--discovery=etcd://kvferry-etcd:2379/kvferry" in args
+    (etcd,) = stateful["spec"]["template"]["spec"]["containers"]
+    (members,) = [arg for arg in etcd["args"] if arg.startswith("--initial-cluster=")]
+    assert members.count("=http://") == stateful["spec"]["replicas"]
 
 
 def test_the_dockerfile_copies_what_is_there_and_runs_kvferry() -> None:

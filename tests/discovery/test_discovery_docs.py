@@ -9,7 +9,7 @@ from pathlib import Path
 from discovery.test_static import CONFIG
 
 from kvferry.discovery import client, records, registry
-from kvferry.discovery.http import messages, server, service, waiters
+from kvferry.discovery.http import backend, gate, messages, server, service, waiters
 from kvferry.discovery.static import StaticDiscovery
 from kvferry.security import signing
 
@@ -18,7 +18,7 @@ TEXT = (Path(__file__).parents[2] / "docs" / "discovery.md").read_text()
 
 def test_every_error_is_documented() -> None:
     rows = dict(re.findall(r"^\| `([a-z-]+)` \| (\d{3}) \|", TEXT, re.MULTILINE))
-    assert rows == {fault.value: str(status) for fault, status in service.STATUS.items()}
+    assert rows == {fault.value: str(status) for fault, status in gate.STATUS.items()}
 
 
 def test_every_route_is_documented() -> None:
@@ -40,11 +40,11 @@ def test_every_field_is_documented() -> None:
 def test_limits_agree() -> None:
     assert f"{registry.MAX_INSTANCES}, {registry.MAX_RECORDS}" in TEXT
     assert f"{service.MAX_WAIT_S:g} s, {waiters.MAX_WAITING}" in TEXT
-    assert service.MAX_BODY_BYTES == 1 << 20
+    assert gate.MAX_BODY_BYTES == 1 << 20
     assert signing.MAX_NONCES == 1 << 20
     assert signing.TOLERANCE_S == 300
     assert (messages.MIN_LEASE_S, messages.MAX_LEASE_S, client.LEASE_S) == (0.2, 300.0, 10.0)
-    assert (client.MOST_RENEWAL_S, server.SETTLE_S) == (5.0, 30.0)
+    assert (backend.MOST_RENEWAL_S, server.SETTLE_S) == (5.0, 30.0)
 
 
 def test_the_example_of_a_static_list_can_be_read(tmp_path: Path) -> None:

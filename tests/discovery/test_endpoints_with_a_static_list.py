@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import pytest
-from endpoint.fleets import QUICK, layout
+from endpoint.fleets import QUICK, eventually, layout
 from numpy.typing import NDArray
 
 from kvferry.discovery.base import Discovery
@@ -66,11 +66,15 @@ def source_at(port: int, discovery: str | Discovery, fill: int = 7) -> SourceEnd
 
 @contextmanager
 def target_with(
-    discovery: str | Discovery, model: str = "m"
+    discovery: str | Discovery,
+    model: str = "m",
+    idle_s: float = 60.0,
+    discovery_timeout_s: float = 0.1,
 ) -> Iterator[tuple[TargetEndpoint, NDArray[np.uint8]]]:
     transport = make_transport("shm")
     memory = Memory.allocate(LAYOUT, 0, 8, transport.allocate)
     assert isinstance(memory.owners, list)
+    protocol = msgspec.structs.replace(QUICK, idle_s=idle_s)
     with TargetEndpoint(
         LAYOUT,
         memory,
@@ -78,7 +82,9 @@ def target_with(
         model=model,
         transport=transport,
         discovery=discovery,
-        config=CONFIG,
+        config=msgspec.structs.replace(
+            CONFIG, protocol=protocol, discovery_timeout_s=discovery_timeout_s
+        ),
     ) as target:
         yield target, memory.owners[0].reshape(8, -1)
 
@@ -106,6 +112,18 @@ def test_a_transfer_between_listed_endpoints(listed: ListedRank) -> None:
         assert (pages[[3, 1]] == 7).all()
         assert not pages[[0, 2, 4, 5, 6, 7]].any()
         assert carry(source, target, "two") == Done(b"token")
+
+
+def test_an_idle_link_closes_and_opens_again(listed: ListedRank) -> None:
+    with (
+        source_at(listed.port, listed.discovery) as source,
+        target_with(listed.discovery, idle_s=0.3) as (target, pages),
+    ):
+        for room in ("one", "two"):
+            assert carry(source, target, room) == Done(b"token")
+            for endpoint in (source, target):
+                eventually(lambda each=endpoint: not each.view().result(WAIT_S).links)  # type: ignore[misc]
+        assert (pages[[3, 1]] == 7).all()
 
 
 def test_a_restarted_source_is_reached_again(listed: ListedRank) -> None:

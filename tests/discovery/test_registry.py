@@ -18,7 +18,7 @@ from kvferry.discovery.records import (
     RankRecord,
     RankView,
 )
-from kvferry.discovery.registry import InstanceRegistry
+from kvferry.discovery.registry import MAX_RENEWALS_PER_S, InstanceRegistry
 from kvferry.errors import InputError
 from kvferry.layout import Layout
 
@@ -64,6 +64,30 @@ def test_registering_the_same_record_again_changes_nothing(registry: InstanceReg
     assert registry.register(record(rank=0), 5, LEASE_S) is False
     assert registry.resolve("p") is view
     assert registry.num_records == 2
+
+
+def test_many_ranks_get_longer_leases(registry: InstanceRegistry) -> None:
+    """So that the rate of renewals, three in a lease, has a bound."""
+    complete(registry)
+    assert registry.granted_s(LEASE_S) == LEASE_S
+    registry.num_records = 16_000
+    granted_s = registry.granted_s(LEASE_S)
+    assert granted_s > LEASE_S
+    assert registry.num_records / (granted_s / 3) == pytest.approx(MAX_RENEWALS_PER_S)
+    assert registry.granted_s(300.0) == 300.0
+
+
+def test_the_revision_changes_with_the_list_only(registry: InstanceRegistry) -> None:
+    complete(registry)
+    before = registry.revision
+    registry.renew("p", 0, 1, 1.0, LEASE_S)
+    registry.expire(2.0)
+    assert registry.revision == before
+    registry.withdraw("p", 0, 1)
+    assert registry.revision > before
+    before = registry.revision
+    registry.expire(100.0)
+    assert registry.revision > before
 
 
 def test_a_new_incarnation_replaces_the_old_one_at_once(registry: InstanceRegistry) -> None:
@@ -127,7 +151,7 @@ def test_ranks_that_disagree_are_not_complete(
     assert registry.resolve("p") is None
     assert "rank 1 registered with another layout" in registry.explain("p")
     summary = registry.summaries()[0]
-    assert (summary.complete, summary.num_ranks, summary.registered) == (False, 2, 1)
+    assert (summary.complete, summary.num_ranks, summary.registered) == (False, 2, (0, 1))
 
 
 def test_a_rolling_restart_with_another_layout(registry: InstanceRegistry) -> None:

@@ -17,6 +17,7 @@ from kvferry.layout.spec import (
     DType,
     Group,
     Paged,
+    Part,
     StateRow,
     Tensor,
     Window,
@@ -33,6 +34,19 @@ LATENT = CacheSpec(
     groups=(
         Group("latent", Paged(), (0, 1, 2), 1, (Tensor("ckv", DType.BFLOAT16, 72),)),
         Group("index", Paged(), (0, 2), 1, (Tensor("k", DType.UINT8, 5),)),
+    ),
+)
+# Compressed attention in small: entries with parts, for 1, 4 and 16 tokens, and windows.
+_PACKED = Tensor.composite(
+    "latent", Part("values", DType.FLOAT8_E4M3, 20), Part("rotary", DType.BFLOAT16, 3)
+)
+COMPRESSED = CacheSpec(
+    num_layers=4,
+    groups=(
+        Group("swa", Window(20), (0, 1, 2, 3), 1, (_PACKED,)),
+        Group("sparse", Paged(), (1, 2), 1, (_PACKED, Tensor("scale", DType.UINT8, 3)), 4),
+        Group("heavy", Paged(), (0, 3), 1, (_PACKED,), 16),
+        Group("inputs", Window(8), (1, 2), 1, (Tensor("kv", DType.FLOAT32, 5),)),
     ),
 )
 # Full attention, window attention and recurrent state, each in some layers.
@@ -101,13 +115,10 @@ def layout(
     spec: CacheSpec,
     page: int = 4,
     order: Order = Order.NHD,
-    *,
-    tp: int = 1,
-    pp: int = 1,
-    cp: int = 1,
+    **sizes: int,
 ) -> Layout:
-    """Return a layout."""
-    return Layout(spec, Parallel(tp=tp, pp=pp, cp=cp), page_tokens=page, order=order)
+    """Return a layout with these parallel sizes."""
+    return Layout(spec, Parallel(**sizes), page_tokens=page, order=order)  # type: ignore[arg-type]
 
 
 def eventually(what: Callable[[], bool], within_s: float = 10.0) -> None:

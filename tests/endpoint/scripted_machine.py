@@ -11,10 +11,20 @@ from kvferry.endpoint.runner.sessions import SessionRecord
 from kvferry.ids import Op, Peer, Room, Session
 from kvferry.layout import Layout, Parallel, attention
 from kvferry.plan import reshard
-from kvferry.protocol.events import Action, Choose, Connect, Event, Gather, Post, Scatter, Write
+from kvferry.protocol.events import (
+    Action,
+    Choose,
+    Connect,
+    Event,
+    Gather,
+    Post,
+    Report,
+    Scatter,
+    Write,
+)
 from kvferry.protocol.links import Link
 from kvferry.protocol.messages import Envelope
-from kvferry.protocol.outcome import Outcome, Status
+from kvferry.protocol.outcome import Status
 
 ME = Peer("prefill", 0)
 LAYOUT = Layout(attention(layers=1, kv_heads=1, head_dim=1), Parallel(), page_tokens=1)
@@ -103,15 +113,15 @@ class RecordingPorts:
     def start_probing(self, record: SessionRecord) -> None:
         self.asked.append(("start_probing", record.life))
 
-    def stop_probing(self, peer: Peer, incarnation: int) -> None:
-        self.asked.append(("stop_probing", (peer, incarnation)))
+    def stop_probing(self, record: SessionRecord) -> None:
+        self.asked.append(("stop_probing", record.life))
 
-    def hint_death(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
-        self.asked.append(("hint_death", (peer, incarnation, metadata)))
+    def hint_death(self, record: SessionRecord) -> None:
+        self.asked.append(("hint_death", (record.peer, record.incarnation, record.metadata)))
 
-    def report(self, room: Room, outcome: Outcome) -> None:
-        self.asked.append(("report", room))
-        self.on_report(room)
+    def report(self, action: Report) -> None:
+        self.asked.append(("report", action.room))
+        self.on_report(action.room)
 
     def release(self, room: Room) -> None:
         self.asked.append(("release", room))

@@ -38,7 +38,7 @@ class Trio(NamedTuple):
     def kept(self) -> dict[str, int]:
         """Return how many rooms and declines each endpoint still has, without zeros."""
         machine = self.target._loop.runner.machine
-        found = {"target": len(machine.rooms), "declines": len(machine.declines)}
+        found = {"target": len(machine.rooms), "declines": len(machine.declines.waiting)}
         for rank, source in enumerate(self.sources):
             found[f"source {rank}"] = len(source._loop.runner.machine.rooms)
         return {name: count for name, count in found.items() if count}

@@ -47,9 +47,8 @@ from kvferry.protocol.events import (
     Event,
     Gather,
     Post,
-    SendFailed,
-    Sent,
     TransferRequest,
+    WriteEnded,
     WriteFate,
 )
 from kvferry.protocol.messages import Arrived, Envelope, Staging
@@ -57,7 +56,7 @@ from kvferry.protocol.outcome import Done, Failure, FailureCode
 from kvferry.protocol.source import SourceMachine
 from kvferry.regions import Device
 from kvferry.telemetry.metrics import EndpointMetrics
-from kvferry.transports.base import RemoteMemory, TransportSetup, WriteEnded
+from kvferry.transports.base import RemoteMemory, TransportSetup
 from kvferry.transports.mailbox import Mailbox
 from kvferry.transports.nixl import NixlTransport
 
@@ -86,7 +85,7 @@ class Bench:
         region: Any = SimpleNamespace(address=1 << 20, num_bytes=POOL.num_bytes, device=Device())
         pools = contiguous_pools(ONE_TOKEN, 0, 4).map
         setup: Any = SimpleNamespace(
-            member=SimpleNamespace(peer=ME, rank=0),
+            me=ME,
             memory=SimpleNamespace(map=pools, regions=[None, None]),
             slots=StagingMemory(region, POOL, None),
             addresses=(0, 0),
@@ -160,7 +159,7 @@ def test_an_early_gather_is_written_once_filled_and_posted(order: str) -> None:
     assert (job.binding, job.mode) == (Binding.bulk(local, remote, 100), TransferMode.STAGED)
     job.end(WriteEnded(OP, None))
     bench.writes.resume(job)
-    assert bench.heard == [Sent(OP)]
+    assert bench.heard == [WriteEnded(OP)]
     assert bench.num_gathers == 1, "the wait for a credit does not count"
 
 
@@ -175,7 +174,7 @@ def test_a_discarded_gather_is_answered_when_its_copy_has_ended(filled_first: bo
     if not filled_first:
         assert not bench.heard, "the copier still reads the pages"
         bench.fill()
-    assert (bench.posted, bench.heard) == ([], [SendFailed(OP, WriteFate.BUSY)])
+    assert (bench.posted, bench.heard) == ([], [WriteEnded(OP, WriteFate.BUSY)])
 
 
 @pytest.mark.parametrize("asked", ["post", "discard", None])
@@ -189,13 +188,13 @@ def test_a_failed_gather_is_answered_once(asked: str | None) -> None:
     bench.fail()
     bench.post()
     bench.writes.discard(OP)
-    assert (bench.posted, bench.heard) == ([], [SendFailed(OP, WriteFate.FAILED)])
+    assert (bench.posted, bench.heard) == ([], [WriteEnded(OP, WriteFate.FAILED)])
 
 
 def test_nothing_is_gathered_for_a_target_without_slots() -> None:
     bench = Bench(staging_region=None)
     bench.gather()
-    assert (bench.jobs, bench.heard) == ([], [SendFailed(OP, WriteFate.FAILED)])
+    assert (bench.jobs, bench.heard) == ([], [WriteEnded(OP, WriteFate.FAILED)])
 
 
 def test_the_copy_thread_returns_an_early_gather_to_the_loop() -> None:
@@ -337,7 +336,7 @@ def test_an_aborted_room_frees_its_early_slots() -> None:
         both.gate.closed = False
         for handle in (out, into):
             handle.wait_released(WAIT_S)
-        assert len(both.machine.local_slots) == both.machine.config.local_slots
+        assert len(both.machine.inflight.slots) == both.machine.config.local_slots
 
 
 def test_a_gpu_gathers_early_unless_configured_otherwise() -> None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pytest
 from endpoint.fleets import (
     AHEAD,
+    COMPRESSED,
     FEW_HEADS,
     HEADS,
     HYBRID,
@@ -57,6 +58,19 @@ MORE_CASES = [
     Case("gqa-replicated-both", layout(FEW_HEADS, 2, tp=4), layout(FEW_HEADS, 16, tp=4)),
     Case("cp2-tp2", layout(HEADS, 4, cp=2), layout(HEADS, 8, Order.HND, tp=2)),
     Case("tp2-cp2-state", layout(HYBRID, 8, tp=2), layout(HYBRID, 4, cp=2)),
+    Case("compressed-tp4-tp2", layout(COMPRESSED, 16, tp=4), layout(COMPRESSED, 64, tp=2)),
+    Case("compressed-tp2-pp2", layout(COMPRESSED, 64, tp=2), layout(COMPRESSED, 16, pp=2)),
+    Case(
+        "compressed-dcp2",
+        layout(COMPRESSED, 16, pp=2),
+        layout(COMPRESSED, 32, tp=2, dcp=2, interleave=16),
+    ),
+    Case("dcp4-tp2", layout(LATENT, 4, tp=4, dcp=4, interleave=16), layout(LATENT, 8, tp=2)),
+    Case(
+        "dcp4-cp3-copies",
+        layout(LATENT, 4, tp=4, dcp=4, interleave=3),
+        layout(LATENT, 8, cp=3, interleave=8, copies=2),
+    ),
 ]
 # Every case over every transport with its chosen mode; some of them forced through staging.
 COMBINATIONS = [

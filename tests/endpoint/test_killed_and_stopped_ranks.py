@@ -302,8 +302,11 @@ def test_a_rank_is_lost_while_slots_are_gathered_written_and_scattered(
         victim, other = (source, target) if victim_is == "source" else (target, source)
         fleet.fill("room", 1, LONG.num_tokens)
         fleet.receive("room", "decode", LONG, DEADLINE_S)
-        fleet.send("room", LONG.num_tokens, chunk=500, deadline_s=DEADLINE_S)
+        source.ask("open", "room", DEADLINE_S)
+        source.ask("push", "room", (0, 500))
         eventually(lambda: bool(target.ask("status", "room") == Status.MOVING))
+        source.ask("push", "room", (500, LONG.num_tokens))
+        # The room is not finished, so it can't be complete however late this signal is sent.
         send_signal(victim, signal)
         # The reason depends on what is noticed first: the dead process, or a failed write to it.
         assert failure(other, "room") in (expected(Stage.MOVING, signal), FailureCode.TRANSPORT)

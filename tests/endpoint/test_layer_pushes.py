@@ -22,6 +22,7 @@ from endpoint.test_pair_in_process import (
 )
 
 from kvferry.endpoint.loop.chooser import Chooser
+from kvferry.endpoint.loop.rooms import RoomTable
 from kvferry.ids import Generation, Op, Peer, Session
 from kvferry.layout.intervals import Span
 from kvferry.plan.bind import PagedView, bind
@@ -34,6 +35,7 @@ from kvferry.plan.reshard import reshard
 from kvferry.protocol.events import TransferRequest, Write
 from kvferry.protocol.messages import Arrived, Envelope, PageTableMessage
 from kvferry.protocol.outcome import Done
+from kvferry.telemetry.observer import Observer
 
 NUM_TOKENS = NUM_PAGES * 4
 PAGES = list(range(NUM_PAGES))
@@ -144,7 +146,8 @@ class Tables:
 
 def test_a_chunk_is_bound_once_and_cut_by_layers() -> None:
     tables = Tables()
-    rooms: Any = {"r": SimpleNamespace(tables=tables)}
+    rooms: RoomTable[Any] = RoomTable(Peer("p", 0), Observer())
+    rooms.add(SimpleNamespace(room="r", tables=tables))
     links: Any = {Session(1, 1): SimpleNamespace(hello=SimpleNamespace(pools=SIDES[1].pools))}
     chooser = Chooser(SIDES[0].pools, rooms, links, LinkCostTable({"nixl": SLOW_PIECES}))
     for some in (block(2, 3), block(0, 2)):
@@ -153,7 +156,7 @@ def test_a_chunk_is_bound_once_and_cut_by_layers() -> None:
         assert np.array_equal(bound.descriptors(), fresh.descriptors())
         assert bound.num_bytes == fresh.num_bytes
     assert tables.num_asked == 1
-    chooser.forget("r")
+    rooms.bindings.forget("r")
     chooser.binding(written(block(0, 3)))
     chooser.binding(written(block(0, 3)))
     assert tables.num_asked == 3, "a chunk written whole is not cached"

@@ -8,7 +8,15 @@ import pytest
 from endpoint.fleets import HEADS, QUICK, eventually, layout
 from msgspec.structs import replace
 
-from kvferry import EndpointConfig, Memory, SourceEndpoint, TargetEndpoint, make_transport
+from kvferry import (
+    DiscoveryClient,
+    EndpointConfig,
+    InstanceView,
+    Memory,
+    SourceEndpoint,
+    TargetEndpoint,
+    make_transport,
+)
 from kvferry.discovery.http.server import DiscoveryServer
 from kvferry.protocol.outcome import Done
 
@@ -18,7 +26,7 @@ WAIT_S = 15.0
 CONFIG = EndpointConfig(protocol=replace(QUICK, heartbeat_s=60.0, silence_s=120.0))
 
 
-def common(url: str) -> dict[str, Any]:
+def common(url: str | None) -> dict[str, Any]:
     means = make_transport("shm")
     memory = Memory.allocate(LAYOUT, 0, 8, means.allocate)
     return {"pools": memory, "transport": means, "discovery": url, "config": CONFIG}
@@ -28,12 +36,14 @@ def source_at(url: str) -> SourceEndpoint:
     return SourceEndpoint(LAYOUT, name="p", model="m", **common(url))
 
 
-def target_at(url: str) -> TargetEndpoint:
+def target_at(url: str | None) -> TargetEndpoint:
     return TargetEndpoint(LAYOUT, name="d", model="m", **common(url))
 
 
-def carry(source: SourceEndpoint, target: TargetEndpoint, room: str) -> object:
-    into = target.receive(room, prefill="p", tokens=4, pages=[1])
+def carry(
+    source: SourceEndpoint, target: TargetEndpoint, room: str, prefill: str | InstanceView = "p"
+) -> object:
+    into = target.receive(room, prefill=prefill, tokens=4, pages=[1])
     out = source.open(room)
     out.push((0, 4), [0])
     out.close()
@@ -59,3 +69,19 @@ def test_the_next_room_goes_to_the_new_incarnation() -> None:
         with source_at(discovery.url) as after:
             eventually(lambda: not is_linked(target))
             assert isinstance(carry(after, target, "2"), Done)
+
+
+@pytest.mark.timeout(90)
+def test_a_view_from_the_engine_names_the_new_incarnation() -> None:
+    """The target has no discovery, so only the engine's view tells it of the restart."""
+    with (
+        DiscoveryServer() as discovery,
+        DiscoveryClient(discovery.url) as client,
+        target_at(None) as target,
+        source_at(discovery.url) as before,
+    ):
+        assert isinstance(carry(before, target, "1", client.resolve("p", WAIT_S)), Done)
+        with source_at(discovery.url) as after:
+            view = client.resolve("p", WAIT_S)
+            assert view.ranks[0].incarnation == after.record.incarnation
+            assert isinstance(carry(after, target, "2", view), Done)

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from kvferry.endpoint.incoming import Incoming
 from kvferry.endpoint.jobs import ScatterJob
+from kvferry.endpoint.loop.rooms import RoomTable
 from kvferry.endpoint.loop.scatters import StagedScatters
 from kvferry.ids import Op, Peer, Serial, SlotIndex
 from kvferry.layout import Layout, Parallel, Span, attention
@@ -42,11 +43,11 @@ class Bench:
     def __init__(self, pools: PoolMap = POOLS) -> None:
         self.jobs: list[ScatterJob] = []
         self.prebound: list[tuple[Binding, tuple[int, ...], tuple[int, ...]]] = []
-        self.rooms: dict[str, Incoming] = {}
+        self.rooms: RoomTable[Incoming] = RoomTable(Peer("d", 0), Observer())
         self.answers: list[Event] = []
         parts: dict[str, Any] = {
             "setup": SimpleNamespace(
-                member=SimpleNamespace(rank=0),
+                me=Peer("d", 0),
                 memory=SimpleNamespace(map=pools),
                 slots=SimpleNamespace(address=lambda slot: 4096 * slot),
                 addresses=(0, 0, 0, 0),
@@ -64,11 +65,10 @@ class Bench:
 
     def receive(self, room: str, pages: list[int]) -> None:
         wanted = ReceiveRequest(room, REQUEST, (PageTableMessage(GROUP, tuple(pages)),), inf)
-        self.rooms[room] = Incoming(wanted, "p", LAYOUT, 0, lambda _: None)
+        self.rooms.add(Incoming(wanted, "p", LAYOUT, 0, lambda _: None))
 
     def release(self, room: str) -> None:
-        del self.rooms[room]
-        self.scatters.forget_room(room)
+        self.rooms.release(room)
 
     def scatter(self, room: str, *blocks: Block) -> ScatterJob:
         self._ops += 1
@@ -78,7 +78,9 @@ class Bench:
 
     def check(self, job: ScatterJob, room: str, *blocks: Block) -> None:
         """Check that a job copies these blocks."""
-        side = PagedView(POOLS, self.rooms[room].request.page_tables)
+        handle = self.rooms.get(room)
+        assert handle is not None
+        side = PagedView(POOLS, handle.request.page_tables)
         wanted = bind(PLAN, RankPair(0, 0), REQUEST, StagingView(), side, blocks)
         for got, right in zip(job.bind().descriptors(), wanted.descriptors(), strict=True):
             np.testing.assert_array_equal(got, right)

@@ -16,16 +16,15 @@ from kvferry.endpoint.transport_thread import (
     Reached,
     TransportResult,
     TransportThread,
-    Unreached,
 )
 from kvferry.errors import TransportError
-from kvferry.ids import Op, Session
+from kvferry.ids import Op, Peer, Session
 from kvferry.memory.copy.cpu import copy_binding
 from kvferry.plan.bind import Binding
 from kvferry.plan.choose import TransferMode
 from kvferry.plan.cost import LinkCost
 from kvferry.plan.places import Base
-from kvferry.protocol.events import WriteFate
+from kvferry.protocol.events import MemoryReached, WriteFate
 from kvferry.protocol.messages import TransportOffer
 from kvferry.regions import Region
 from kvferry.transports.base import RemoteMemory, Transport, TransportSetup, WriteEnded
@@ -100,7 +99,7 @@ class Bench(NamedTuple):
 @pytest.fixture
 def bench() -> Iterator[Bench]:
     diary, results = RecordingTransport(), Mailbox[TransportResult]()
-    bench = Bench(TransportThread([diary], results.put, "transport_thread"), diary, results)
+    bench = Bench(TransportThread([diary], results.put, Peer("p", 0)), diary, results)
     bench.transport_thread.start()
     yield bench
     bench.transport_thread.close()
@@ -128,7 +127,7 @@ def test_no_write_of_a_cut_session_starts(bench: Bench) -> None:
 
 def test_a_write_to_an_unreached_peer_fails_with_the_reason(bench: Bench) -> None:
     bench.transport_thread.reach(ONE, [TransportOffer("diary", "", b"garbage")])
-    assert bench.results.get(WAIT_S) == Unreached(ONE, ("diary: that is garbage",))
+    assert bench.results.get(WAIT_S) == MemoryReached(ONE, "", ("diary: that is garbage",))
     refused = bench.write(1)
     assert (refused.fate, refused.detail) == (WriteFate.FAILED, "diary: that is garbage")
     bench.transport_thread.forget(ONE)
@@ -188,7 +187,7 @@ class Closed(RecordingTransport):
 
 def test_the_first_transport_that_connects_makes_the_writes() -> None:
     closed, diary, results = Closed(), RecordingTransport(), Mailbox[TransportResult]()
-    transport_thread = TransportThread([closed, diary], results.put, "transport_thread")
+    transport_thread = TransportThread([closed, diary], results.put, Peer("p", 0))
     transport_thread.start()
     transport_thread.reach(ONE, [TransportOffer("closed", ""), TransportOffer("diary", "")])
     reached = results.get(WAIT_S)
@@ -203,7 +202,7 @@ def test_the_first_transport_that_connects_makes_the_writes() -> None:
 
 def test_a_transport_is_polled_while_a_peer_writes_by_it() -> None:
     closed, results = Closed(), Mailbox[TransportResult]()
-    transport_thread = TransportThread([closed], results.put, "transport_thread")
+    transport_thread = TransportThread([closed], results.put, Peer("p", 0))
     transport_thread.start()
     transport_thread.accept_writes(ONE, "closed")
     assert closed.polled.wait(WAIT_S)

@@ -9,7 +9,7 @@ from typing import Any
 from kvferry.endpoint.control.bundles import bundle
 from kvferry.endpoint.loop.channels import SourceChannel
 from kvferry.endpoint.loop.links import TargetLinkTable
-from kvferry.endpoint.loop.sides import TargetSide
+from kvferry.endpoint.loop.sides import SourceSide, TargetSide
 from kvferry.endpoint.transport_thread import Measured
 from kvferry.ids import Peer, Session
 from kvferry.plan.cost import LinkCost, LinkCostTable
@@ -102,7 +102,8 @@ def test_a_measured_cost_is_used_until_the_link_ends() -> None:
     costs = LinkCostTable({"slow": FIRST})
     costs.add(SESSION, "slow", "a-host")
     links = TargetLinkTable(nothing, transport_thread, nothing, costs, nothing, measures=True)  # type: ignore[arg-type]
-    links.handle(Measured(SESSION, SLOW))
+    side = SourceSide(nothing, nothing, nothing, Observer(), links, nothing)
+    side.handle_result(Measured(SESSION, SLOW))
     assert (costs.of(SESSION), costs.latest) == (SLOW, SLOW)
     links.cut(SESSION)
     links.forget(SESSION)
@@ -121,13 +122,14 @@ class Connections(Recorder):
 def test_only_connections_to_unused_instances_are_dropped() -> None:
     needed, gone = Peer("needed", 0), Peer("gone", 0)
     channel: Any = Connections(needed, gone)
-    scatters: Any = Recorder()
+    transport_thread: Any = Recorder()
+    nothing: Any = None
     directory: Any = SimpleNamespace(drop_unused=lambda linked: {"needed"} | linked)
     link = SimpleNamespace(peer=Peer("linked", 3))
     machine = SimpleNamespace(links={SESSION: link})
     runner: Any = SimpleNamespace(machine=machine)
     rooms: Any = type("Rooms", (list,), {})()
-    side = TargetSide(runner, rooms, channel, Observer(), scatters, directory)
+    side = TargetSide(runner, rooms, channel, Observer(), transport_thread, nothing, directory)
     side.clean_up()
     assert channel.asked == [("drop", gone)]
     rooms.append("a room")
@@ -135,4 +137,4 @@ def test_only_connections_to_unused_instances_are_dropped() -> None:
     side.clean_up()
     assert channel.asked == [("drop", gone)]
     # Peers may write here only while there is a room.
-    assert scatters.asked == [("expect_writes", False), ("expect_writes", True)]
+    assert transport_thread.asked == [("expect_writes", False), ("expect_writes", True)]

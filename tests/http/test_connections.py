@@ -4,40 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from aiohttp import web
+from limited import ENOUGH_S, bounded
 from prometheus_client import CollectorRegistry
 
 from kvferry.http.connections import Connections, RejectReason
 from kvferry.http.limits import HttpLimits
 from kvferry.http.site import HttpSite
 
-ENOUGH_S = 20.0
 LONG_S = 600.0
 # Short enough to be waited for, and nothing else happens meanwhile.
 SHORT_S = 0.05
 WHOLE = b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"
-
-
-def bounded(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run an async test with a time limit."""
-
-    @functools.wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        async def within() -> None:
-            async with asyncio.timeout(ENOUGH_S):
-                await test(*args, **kwargs)
-
-        asyncio.run(within())
-
-    return run
 
 
 class Client:

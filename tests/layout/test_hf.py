@@ -24,6 +24,33 @@ class Expected(NamedTuple):
 
 # Bytes per token count each paged or windowed layer once; slots have no part in them.
 SPECS: dict[str, tuple[int, int, list[Expected]]] = {
+    # a latent of 512 in bfloat16 in every layer's window and for 4 or 128 tokens, and what the
+    # next entries are computed from; the sum is that of one entry of each layer
+    "deepseek-v4-flash": (
+        43,
+        389712,
+        [
+            Expected("swa", Window(128), 43, 1, 1024),
+            Expected("sparse", Paged(), 20, 1, 1024),
+            Expected("sparse_inputs", Window(8), 20, 1, 8192),
+            Expected("heavy", Paged(), 23, 1, 1024),
+            Expected("heavy_inputs", Window(128), 23, 1, 4096),
+            Expected("index", Paged(), 20, 1, 132),
+            Expected("index_inputs", Window(8), 20, 1, 2048),
+        ],
+    ),
+    # conv 3 × 128 × 3 × 2 = 2304, recurrent 128 × 128 × 4 = 65536; its MLA is DeepSeek V3's
+    "kimi-linear-48b-a3b": (
+        27,
+        8064,
+        [Expected("latent", Paged(), 7, 1, 1152), Expected("kda", StateRow(), 20, 32, 67840)],
+    ),
+    # full layers have heads of 512, sliding ones of 256
+    "gemma-4-defaults": (
+        30,
+        143360,
+        [Expected("kv", Paged(), 5, 4, 2048), Expected("swa", Window(512), 25, 4, 1024)],
+    ),
     # layers × heads × head_dim × (k and v) × 2 bytes
     "llama-3.1-8b": (32, 131072, [Expected("kv", Paged(), 32, 8, 512)]),
     "llama-3.3-70b": (80, 327680, [Expected("kv", Paged(), 80, 8, 512)]),

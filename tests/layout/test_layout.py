@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -17,6 +19,8 @@ from kvferry.layout import (
     Order,
     Paged,
     Parallel,
+    Part,
+    Pattern,
     Shard,
     Span,
     StateRow,
@@ -50,7 +54,9 @@ def test_rank_order_is_pipeline_then_context_then_tensor() -> None:
     layout = Layout(SPEC, Parallel(tp=2, pp=2, cp=3))
     held = layout.shards()
     assert layout.num_ranks == 12
-    assert held[(1 * 3 + 2) * 2 + 1] == (Shard("kv", Span(5, 10), Span(2, 4), Tokens(2, None, 3)),)
+    assert held[(1 * 3 + 2) * 2 + 1] == (
+        Shard("kv", Span(5, 10), Span(2, 4), Tokens.interleaved(2, 3)),
+    )
 
 
 def test_more_ranks_than_heads_replicate_heads() -> None:
@@ -176,10 +182,16 @@ def test_stated_ownership_outside_the_model_or_in_conflict() -> None:
         lambda: ExplicitSharding(()),
         lambda: Window(0),
         lambda: Span(3, 2),
-        lambda: Tokens(0, None, 0),
+        lambda: Parallel(tp=4, dcp=3),
+        lambda: Parallel(tp=2, dcp=2, interleave=1 << 21),
+        lambda: Pattern(0, (Span(0, 1),)),
+        lambda: Pattern(4, ()),
+        lambda: Pattern(4, (Span(2, 3), Span(0, 1))),
+        lambda: Pattern(4, (Span(2, 2),)),
+        lambda: Pattern(4, (Span(0, 5),)),
         lambda: Tokens(1 << 63),
         lambda: Tokens(0, 1 << 63),
-        lambda: Tokens(0, None, 1 << 63),
+        lambda: Pattern(1 << 63),
         lambda: Group("g", Paged(), (1, 1), 1, (Tensor("t", DType.INT8, 1),)),
         lambda: Group("g", Paged(), (0,), 1, ()),
         lambda: CacheSpec(1, ()),
@@ -263,4 +275,45 @@ def test_invalid_layout_is_refused_by_the_decoder() -> None:
 def test_layouts_print_well() -> None:
     layout = Layout(SPEC, Parallel(tp=2, pp=2, cp=2), dp=4, page_tokens=64, order=Order.HND)
     assert repr(layout) == "<Layout TP2·PP2·CP2 × 4 replicas, page 64, HND>"
-    assert repr(Tokens(1, 9, 2)) == "1:9:2"
+    assert repr(Tokens(1, 9)) == "1:9"
+    assert repr(Tokens.interleaved(1, 3, 4)) == "4:, 4 of 12"
+    assert repr(Tokens.interleaved(1, 3)) == "1::3"
+
+
+def test_entries_of_another_form_are_refused() -> None:
+    packed = Tensor.composite(
+        "c", Part("values", DType.FLOAT8_E4M3, 4), Part("s", DType.FLOAT32, 1)
+    )
+    sides = [
+        CacheSpec(1, (Group("kv", Paged(), (0,), 1, (tensor,), ratio),))
+        for tensor, ratio in ((packed, 1), (Tensor("c", DType.UINT8, 8), 1), (packed, 4))
+    ]
+    assert not mismatches(sides[0], sides[0])
+    (parts,) = mismatches(sides[0], sides[1])
+    assert "4 × float8_e4m3fn + 1 × float32 at prefill and 8 × uint8 at decode" in parts.message
+    (ratio,) = mismatches(sides[0], sides[2])
+    assert "an entry for 1 tokens at prefill and for 4 at decode" in ratio.message
+    assert {parts.code, ratio.code} == {ReasonCode.ENTRY}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Tensor("c", DType.UINT8, 9, (Part("values", DType.FLOAT8_E4M3, 4),)),
+        lambda: Group("kv", Paged(), (0,), 1, (Tensor("c", DType.UINT8, 1),), 0),
+        lambda: Group("s", StateRow(), (0,), 1, (Tensor("c", DType.UINT8, 1),), 4),
+        lambda: Layout(
+            CacheSpec(1, (Group("kv", Paged(), (0,), 1, (Tensor("c", DType.UINT8, 1),), 4),)),
+            page_tokens=6,
+        ),
+    ],
+)
+def test_entries_that_do_not_add_up_are_refused(make: Callable[[], object]) -> None:
+    with pytest.raises(InputError):
+        make()
+
+
+def test_turns_that_cut_an_entry_are_refused() -> None:
+    spec = CacheSpec(1, (Group("kv", Paged(), (0,), 1, (Tensor("c", DType.UINT8, 1),), 4),))
+    assert refused(spec, Parallel(cp=2, interleave=6)) == [ReasonCode.INTERLEAVE]
+    assert Layout(spec, Parallel(cp=2, interleave=8)).num_ranks == 2

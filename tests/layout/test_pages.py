@@ -12,6 +12,7 @@ from kvferry.layout import (
     Group,
     Layout,
     Paged,
+    Pattern,
     Shard,
     Span,
     StateRow,
@@ -19,7 +20,13 @@ from kvferry.layout import (
     Tokens,
     Window,
 )
-from kvferry.layout.pages import LocalTokens, local_pages, local_tokens, touched_pages
+from kvferry.layout.pages import (
+    LocalTokens,
+    local_pages,
+    local_tokens,
+    page_period,
+    touched_pages,
+)
 
 SIZES = st.integers(1, 9)
 SPANS = st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda two: Span(*sorted(two)))
@@ -36,10 +43,11 @@ def layout_of(group: Group, held: Shard, page_tokens: int) -> Layout:
 
 @st.composite
 def shards(draw: st.DrawFn) -> Shard:
-    step = draw(st.integers(1, 4))
+    size = draw(st.integers(1, 4))
+    pattern = Pattern.interleaved(draw(st.integers(0, size - 1)), size, draw(st.integers(1, 5)))
     first = draw(st.integers(0, 6))
     end = draw(st.none() | st.integers(first, 80))
-    return Shard("kv", Span(0, 1), Span(0, 1), Tokens(first, end, step))
+    return Shard("kv", Span(0, 1), Span(0, 1), Tokens(first, end, pattern))
 
 
 def kept(held: Shard, end: int = 100) -> list[int]:
@@ -67,23 +75,27 @@ def test_pages_of_a_share(held: Shard, kind: Paged | Window, tokens: Span, size:
     assert set(range(pages.first, pages.end)) == expected
 
 
-@given(shards(), SIZES, st.integers(1, 3), st.data())
-def test_tokens_of_a_share_with_gaps(
-    held: Shard, size: int, every: int, data: st.DataObject
-) -> None:
+@given(shards(), SIZES, st.data())
+def test_places_of_some_tokens_of_a_share(held: Shard, size: int, data: st.DataObject) -> None:
     mine = kept(held)
     if not mine:
         return
-    first = data.draw(st.integers(0, len(mine) - 1))
-    count = data.draw(st.integers(1, (len(mine) - 1 - first) // every + 1))
-    places = [first + every * index for index in range(count)]
-    step = every * held.tokens.step
-    tokens = Tokens(mine[first], mine[places[-1]] + 1, step)
+    first, last = sorted(data.draw(st.tuples(*[st.integers(0, len(mine) - 1)] * 2)))
+    tokens = held.tokens.clip(Span(mine[first], mine[last] + 1))
     group = group_of(Paged())
     local = local_tokens(layout_of(group, held, size), group, held, tokens)
-    assert local == LocalTokens(size, first, every)
+    assert local == LocalTokens(size, first, last, held.tokens.pattern)
     assert local.start == (first // size, first % size)
-    assert local.pages(count) == as_span({place // size for place in places})
+    assert local.pages == as_span({place // size for place in range(first, last + 1)})
+
+
+@given(shards(), SIZES)
+def test_places_in_pages_repeat_with_the_page_period(held: Shard, size: int) -> None:
+    pattern = held.tokens.pattern
+    period = page_period(layout_of(group_of(Paged()), held, size), held)
+    for token in range(2 * pattern.period):
+        assert (token in pattern) == (token + period in pattern)
+        assert (pattern.below(token) - pattern.below(token + period)) % size == 0
 
 
 @given(shards(), SPANS, SIZES)
@@ -91,4 +103,4 @@ def test_a_state_row_is_page_0(held: Shard, tokens: Span, size: int) -> None:
     group = group_of(StateRow())
     layout = layout_of(group, held, size)
     assert local_pages(layout, group, held, tokens) == Span(0, 1)
-    assert local_tokens(layout, group, held, Tokens(5, 6)).pages(1) == Span(0, 1)
+    assert local_tokens(layout, group, held, Tokens(5, 6)).pages == Span(0, 1)

@@ -94,7 +94,7 @@ def test_keys_and_values_in_one_tensor_are_one_region(packed_first: bool) -> Non
     value = memory.map.of("kv", "v")
     at = memory.regions[value.bases[0].region].address + value.bases[0].offset
     assert at == v.ctypes.data
-    # Interleaved views share a region; two that lie one behind the other need not.
+    # Interleaved views share a region; adjacent ones have two.
     assert len(memory.regions) == (2 if packed_first else 1)
 
 

@@ -68,7 +68,7 @@ DRIVEN = ("endpoint/runner", "protocol")
 THREADS = ("endpoint", "memory")
 
 JUDGES = (
-    Judge("runner", ("endpoint/runner",), _tests("endpoint", "runner/runner")),
+    Judge("runner", ("endpoint/runner",), _tests("endpoint/runner", "runner sent_frames sessions")),
     Judge("sim", DRIVEN),
     Judge("machines", DRIVEN, _tests("protocol", _MACHINES)),
     Judge("parts", ("protocol",), _tests("protocol", _PARTS)),

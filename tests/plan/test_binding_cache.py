@@ -69,6 +69,7 @@ SHARDINGS: dict[str, Parallel | ExplicitSharding] = {
     "tp2": Parallel(tp=2),
     "pp2": Parallel(pp=2),
     "cp2": Parallel(cp=2),
+    "cp3-by-5": Parallel(cp=3, interleave=5),
     "cut": CUT,
 }
 
@@ -123,6 +124,18 @@ def test_second_fragment_of_one_size_is_a_hit() -> None:
         for block in fragments(plan, PAIR, request, 16):
             cache.template(pair_pools, request, [block])
         assert cache.num_made == before + 1
+
+
+def test_fragments_of_one_size_are_a_hit_if_ranks_take_turns() -> None:
+    source, target = Parallel(cp=4, interleave=8), Parallel(cp=2, interleave=2)
+    plan = reshard(*(Layout(SPEC, side, page_tokens=4) for side in (source, target)))
+    assert plan.page_cycle(0, 0, "kv") == (32, 2, 4)
+    request, cache = Request(NUM_PAGES), BindingCache()
+    pools = contiguous_pools(plan.target, 0, NUM_PAGES).map
+    for number, block in enumerate(fragments(plan, PAIR, request, 16)):
+        cache.template(PairPools(plan, PAIR, pools, None), request, [block])
+        # The pair carries the first 8 of every 32 tokens.
+        assert cache.num_made == min(2, number + 1)
 
 
 def test_repeated_blocks_and_state_rows_are_a_hit() -> None:

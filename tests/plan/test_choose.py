@@ -44,6 +44,19 @@ def test_ties_go_to_the_simpler_mode() -> None:
     assert choose(BlockShape(1 << 20, 8, 8, True), HOST).mode is TransferMode.RUNS
 
 
+@pytest.mark.parametrize("link", ["nixl-host", "nixl-gpu", "rdma-400g", "mooncake"])
+def test_contiguous_pages_at_equal_tp_go_as_one_run_for_each_tensor(link: str) -> None:
+    """Qwen3-32B's cache for 8192 tokens in pages of 64. K and V of a layer are a run each."""
+    layout = Layout(attention(layers=64, kv_heads=8, head_dim=128), page_tokens=64)
+    pools = contiguous_pools(layout, 0, 256).map
+    source, target = (
+        PagedView(pools, {"kv": PageTable(np.arange(first, first + 128))}) for first in (5, 99)
+    )
+    shape = shape_of(bind(reshard(layout, layout), RankPair(0, 0), Request(8192), source, target))
+    assert shape == BlockShape(2 << 30, 2 * 64 * 128, 2 * 64, contiguous=True)
+    assert choose(shape, PRESETS[link]).mode is TransferMode.RUNS
+
+
 def test_a_transport_that_maps_the_peer_never_stages() -> None:
     choice = choose(BlockShape(1 << 28, 1 << 20, 1 << 20, False), PRESETS["shm"])
     assert choice.mode is TransferMode.SLICES

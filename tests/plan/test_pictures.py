@@ -190,6 +190,13 @@ def test_interleaved_tokens_are_named_and_hatched() -> None:
     texts = list(parse(svg).itertext())
     assert texts.count("tokens 0::2") == texts.count("tokens 1::2") == 1
     assert svg.count("url(#kvf-hatch)") == 2
+    blocks = as_svg(
+        plan_of(heads(64, 1), Parallel(tp=8, dcp=8, interleave=64), Parallel()), REQUEST
+    )
+    texts = list(parse(blocks).itertext())
+    assert texts.count("tokens 64 of 512") == blocks.count("url(#kvf-hatch)") == 8
+    assert "dcp3 · tp3" in texts
+    assert sum("64 of 512" in text for text in texts if "tokens 1,024" in text) == 8
     assert "url(#kvf-hatch)" not in as_svg(PLANS["tp4-tp1"], REQUEST)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from moving import plan_of
+from moving import every_nth, plan_of
 from msgspec.structs import replace
 
 from kvferry.errors import BrokenPlan
@@ -33,9 +33,12 @@ BREAKS: dict[str, Callable[[tuple[Move, ...]], tuple[Move, ...]]] = {
     "the target index is off": lambda m: (replace(m[0], target_unit=1), *m[1:]),
     "a layer is left out": lambda m: (replace(m[0], layers=Span(1, 4)), *m[1:]),
     "a token class is doubled": lambda m: (replace(m[0], tokens=Tokens()), *m[1:]),
-    "late tokens are left out": lambda m: (replace(m[0], tokens=Tokens(0, 100, 2)), *m[1:]),
-    "early tokens are left out": lambda m: (replace(m[0], tokens=Tokens(2, None, 2)), *m[1:]),
-    "every other token is left out": lambda m: (replace(m[0], tokens=Tokens(0, None, 4)), *m[1:]),
+    "late tokens are left out": lambda m: (replace(m[0], tokens=every_nth(0, 100, 2)), *m[1:]),
+    "early tokens are left out": lambda m: (replace(m[0], tokens=every_nth(2, None, 2)), *m[1:]),
+    "every other token is left out": lambda m: (
+        replace(m[0], tokens=every_nth(0, None, 4)),
+        *m[1:],
+    ),
     "a move is empty": lambda m: (replace(m[0], units=Span(0, 0)), *m),
 }
 
@@ -77,7 +80,7 @@ def spans_plan() -> Plan:
     return plan
 
 
-@pytest.mark.parametrize("tokens", [Tokens(10, 29), Tokens(11, 30), Tokens(10, 30, 2)])
+@pytest.mark.parametrize("tokens", [Tokens(10, 29), Tokens(11, 30), every_nth(10, 30, 2)])
 def test_span_short_by_a_token_is_rejected(tokens: Tokens) -> None:
     with pytest.raises(BrokenPlan, match="0 times, not 1"):
         check(swapped(spans_plan(), 1, tokens=tokens))
@@ -115,15 +118,15 @@ def test_a_source_with_an_end_cannot_send_beyond_it() -> None:
 @pytest.mark.parametrize(
     "tokens",
     [
-        Tokens(1, None, 1),  # every token, of which the source has every third
-        Tokens(1, None, 2),  # a stride that is no multiple of the source's
-        Tokens(0, None, 3),  # the right stride on another residue
+        Tokens(1, None),  # every token, of which the source has every third
+        every_nth(1, None, 2),  # a stride that is no multiple of the source's
+        every_nth(0, None, 3),  # the right stride on another residue
     ],
 )
 def test_a_source_cannot_send_between_its_strides(tokens: Tokens) -> None:
     spec = attention(layers=2, kv_heads=1, head_dim=1)
     plan = plan_of(spec, Parallel(cp=3), Parallel())
-    assert plan.moves[1].tokens == Tokens(1, None, 3)
+    assert plan.moves[1].tokens == every_nth(1, None, 3)
     with pytest.raises(BrokenPlan, match="its source holds"):
         check(swapped(plan, 1, tokens=tokens))
 
@@ -131,7 +134,7 @@ def test_a_source_cannot_send_between_its_strides(tokens: Tokens) -> None:
 def test_coarser_strides_are_accepted_if_complete() -> None:
     spec = attention(layers=2, kv_heads=1, head_dim=1)
     plan = plan_of(spec, Parallel(cp=2), Parallel())
-    halves = [replace(plan.moves[0], tokens=Tokens(first, None, 4)) for first in (0, 2)]
+    halves = [replace(plan.moves[0], tokens=every_nth(first, None, 4)) for first in (0, 2)]
     check(broken(plan, *halves, plan.moves[1]))
     with pytest.raises(BrokenPlan, match="0 times"):
         check(broken(plan, halves[0], plan.moves[1]))

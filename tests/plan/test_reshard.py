@@ -22,12 +22,10 @@ from kvferry.layout import (
     Span,
     StateRow,
     Tensor,
-    Tokens,
     attention,
 )
 from kvferry.layout.spec import DType
 from kvferry.plan import Plan, Request, check, reshard
-from kvferry.plan.reshard import token_classes
 from kvferry.testing.strategies import MAX_TOKENS, pairs
 
 
@@ -64,32 +62,6 @@ def test_any_layout_to_any_layout(pair: tuple[Layout, Layout], tokens: int, pref
     plan = reshard(*pair)
     check(plan)
     assert_exactly_once(plan, Request(tokens, min(tokens, prefix)))
-
-
-# ---------------------------------------------------------------- token classes
-
-
-@given(
-    st.lists(
-        st.builds(
-            lambda first, length, step: Tokens(
-                first, None if length is None else first + length, step
-            ),
-            st.integers(0, 9),
-            st.none() | st.integers(1, 20),
-            st.integers(1, 4),
-        ),
-        min_size=1,
-        max_size=4,
-    )
-)
-def test_token_classes_partition_without_crossing_edges(sets: list[Tokens]) -> None:
-    classes = token_classes(sets, "g")
-    for token in range(60):
-        mine = [c for c in classes if token in c]
-        assert len(mine) == 1
-        for tokens in sets:
-            assert (token in tokens) == (mine[0].first in tokens)
 
 
 # ---------------------------------------------------------------- refusals

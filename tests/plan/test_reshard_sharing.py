@@ -22,11 +22,16 @@ from kvferry.layout import (
     Span,
     StateRow,
     Tensor,
+    Tokens,
     attention,
 )
 from kvferry.layout.spec import DType
 from kvferry.plan import Plan, Request, check, reshard
 from kvferry.testing.strategies import pairs
+
+
+def share_of(tokens: Tokens) -> Fraction:
+    return Fraction(tokens.pattern.density, tokens.pattern.period)
 
 
 def weights(plan: Plan, group: Group) -> list[Fraction]:
@@ -35,7 +40,7 @@ def weights(plan: Plan, group: Group) -> list[Fraction]:
     for move in plan.moves:
         if move.group == group.name:
             cells = len(group.layers_in(move.layers)) * len(move.units)
-            loads[move.source] += Fraction(cells, move.tokens.step)
+            loads[move.source] += cells * share_of(move.tokens)
     return loads
 
 
@@ -111,9 +116,8 @@ def test_equal_sources_differ_by_one_layer_of_one_cell(
             alike.setdefault(mine, []).append(loads[rank])
         for mine, shared in alike.items():
             widest = max((len(shard.units) for shard in mine), default=0)
-            step = min((move.tokens.step for move in plan.moves if move.group == group.name),
-                       default=1)  # fmt: skip
-            assert max(shared) - min(shared) <= Fraction(widest, step)
+            parts = (share_of(move.tokens) for move in plan.moves if move.group == group.name)
+            assert max(shared) - min(shared) <= widest * max(parts, default=1)
 
 
 # ---------------------------------------------------------------- joining

@@ -44,7 +44,7 @@ def test_late_frame_of_an_old_session_does_not_end_the_new_one(restart: bool) ->
     (living,) = [link for link in w.source().links.values() if link.state is LinkState.UP]
     w.tell(S0, Received(held[0]))
     w.run()
-    assert w.source().current[T0] is living
+    assert w.source().peers.current[T0] is living
     w.prefill_all(ROOM, 8)
     assert w.outcomes(ROOM) == {"done"}
 
@@ -97,4 +97,4 @@ def test_tentative_links_and_plans_are_bounded() -> None:
         frame = Envelope(T0, 2000, Session(2000, 10 + number), 1, other)
         w.source().handle(Received(frame), w.now)
     assert len(w.source().links) == 1
-    assert len(w.source().peers.plans) == MAX_PLANS
+    assert len(w.source().peers.plans.by_layout) == MAX_PLANS

@@ -135,7 +135,7 @@ def test_pushing_a_layer_twice_is_misuse(again: Push) -> None:
     w = started()
     w.tell(S0, Push(ROOM, Span(0, 4), ONE))
     w.tell(S0, Push(ROOM, Span(4, 8)))
-    with pytest.raises(Misuse, match="has had some of the tokens"):
+    with pytest.raises(Misuse, match="some of the tokens"):
         w.tell(S0, again)
     w.tell(S0, Push(ROOM, Span(0, 4), TWO))
     w.tell(S0, Finish(ROOM, 8))

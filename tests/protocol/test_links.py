@@ -11,10 +11,12 @@ from kvferry.ids import Peer, Session
 from kvferry.layout import Span
 from kvferry.plan import Request
 from kvferry.protocol.events import Cancel, Disconnected, Push, Received, Tick
+from kvferry.protocol.links import EARLY_BEAT
 from kvferry.protocol.messages import (
     Abort,
     Accept,
     Envelope,
+    Heartbeat,
     Hello,
     NoSession,
     Offer,
@@ -88,7 +90,7 @@ def test_first_frame_with_the_complete_id_confirms_the_session(given_up: bool) -
     for _ in ("Hello", "its memory is reached"):
         w.tell(*w.pending.popleft())
         assert states(w) == [LinkState.GREETING]
-        assert not w.source().current
+        assert not w.source().peers.current
     if given_up:
         w.tell(T0, Cancel(ROOM))
     w.tell(*w.pending.popleft())
@@ -134,7 +136,7 @@ def test_late_hello_of_an_old_session_is_ignored() -> None:
     w.run()
     w.tell(S0, Received(old))
     assert states(w) == [LinkState.UP, LinkState.GREETING]
-    assert w.source().current[T0].session.number == 2
+    assert w.source().peers.current[T0].session.number == 2
     w.run()
     assert w.sent(NoSession), "the target knows nothing of that session"
     assert states(w) == [LinkState.UP]
@@ -153,7 +155,7 @@ def test_late_hello_of_a_dead_incarnation_is_ignored() -> None:
     w.receive("b", Request(8))
     w.run()
     w.tell(S0, Received(old))
-    assert w.source().current[T0].incarnation == 9999
+    assert w.source().peers.current[T0].incarnation == 9999
     w.run()
     assert [session.target for session in w.source().links] == [9999]
     w.prefill_all("b", 8)
@@ -302,3 +304,48 @@ def test_offer_on_a_lost_link_is_refused() -> None:
     let_go(w)
     w.wait(120)
     w.finish()
+
+
+# ---------------------------------------------------------------- idle links
+
+
+def test_an_idle_link_is_closed_and_opened_again() -> None:
+    w = world(idle_s=5.0)
+    carried(w, "first")
+    w.wait(4.5)
+    assert len(w.source().links) == len(w.target().links) == 1
+    w.wait(2.0)
+    assert not w.source().links
+    assert not w.target().links
+    carried(w, "second")
+    assert [s.number for s in w.target().links] == [2]
+
+
+def test_a_link_is_not_idle_while_a_room_waits_on_it() -> None:
+    w = world(idle_s=5.0)
+    w.receive(ROOM, Request(8), deadline=100.0)
+    w.run()
+    w.wait(30.0)
+    w.open(ROOM, deadline=100.0)
+    w.prefill_all(ROOM, 8)
+    assert w.outcomes(ROOM) == {"done"}
+    assert [s.number for s in w.target().links] == [1]
+
+
+def test_heartbeats_of_many_links_leave_in_one_tick() -> None:
+    """Ticks look at every link, so their number must not grow with the links."""
+    w = World(dense(), (dense(),) * 8)
+    for index in range(8):
+        w.now += 0.1
+        w.receive(f"room-{index}", Request(8), decode_index=index)
+        w.run()
+    machine, ticks = w.source(), 0
+    end = w.now + 5 * w.config.heartbeat_s
+    before = len(w.sent(Heartbeat))
+    while (due := machine.wakeup()) is not None and due < end:
+        w.now = due
+        w.tell(S0, Tick())
+        ticks += 1
+    assert len(machine.links) == 8
+    assert len(w.sent(Heartbeat)) - before >= 4 * 8
+    assert ticks <= 5 / EARLY_BEAT

@@ -9,7 +9,7 @@ from wire import ROOM, small_world
 
 from kvferry.layout import Span
 from kvferry.plan import Request
-from kvferry.protocol.events import Finish, Push, Received, Sent
+from kvferry.protocol.events import Finish, Push, Received, WriteEnded
 from kvferry.protocol.messages import Accept, Close, Complete, Grant, Offer, StatusPoll, Want
 
 STAGED = pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
@@ -122,7 +122,7 @@ def test_end_of_a_write_counts_once() -> None:
     (held,) = w.writes
     w.end_write(w.writes.pop())
     w.run()
-    w.tell(held[0], Sent(held[1].op))
+    w.tell(held[0], WriteEnded(held[1].op))
     assert w.source().counts["late"] == 1
     w.each_source(Finish(ROOM, 8))
     w.run()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from wire import ROOM, World, let_go
+from wire import ROOM, World, dense, let_go
 from wire import small_world as world
 
 from kvferry.ids import Generation, Peer
 from kvferry.layout import Span
 from kvferry.plan import Request
-from kvferry.protocol.checks import close_problem
-from kvferry.protocol.events import Finish, Push
+from kvferry.plan.reshard import reshard
+from kvferry.protocol.events import Cancel, Finish, Push, Report
+from kvferry.protocol.ledger import Ledger
 from kvferry.protocol.messages import Close, Complete
 from kvferry.protocol.outcome import Failure, FailureCode
 
@@ -142,9 +143,22 @@ def test_without_digests_blocks_count_on_arrival() -> None:
     w.finish()
 
 
+def test_a_reported_failure_names_the_blocks_that_lack_data() -> None:
+    w = world()
+    w.open(ROOM)
+    receive(w, b"")
+    w.tell(S0, Push(ROOM, Span(0, 4)))
+    w.run()
+    (report,) = (a for a in w.target().handle(Cancel(ROOM), w.now) if isinstance(a, Report))
+    assert isinstance(report.outcome, Failure)
+    assert report.unusable is not None
+    assert [block.tokens for block in report.unusable] == [Span(4, 8)]
+
+
 def test_messages_of_failures() -> None:
     def said(computed: bytes, asked: bytes) -> str:
-        return str(close_problem(Close(1, Generation(1), 8, (), None, computed), 8, asked))
+        ledger = Ledger(reshard(dense(), dense()), 0, Request(8), asked)
+        return str(ledger.problem(Close(1, Generation(1), 8, (), None, computed)))
 
     assert said(b"A", b"A") == said(b"", b"") == "None"
     assert said(b"A", b"B").endswith("give each request a room id of its own")

@@ -9,7 +9,7 @@ from kvferry.config import ProtocolConfig
 from kvferry.ids import Peer
 from kvferry.layout import Span
 from kvferry.plan import Request
-from kvferry.protocol.events import Cancel, Finish, Push, SendFailed, WriteFate
+from kvferry.protocol.events import Cancel, Finish, Push, WriteEnded, WriteFate
 from kvferry.protocol.messages import Arrived, Drained, Grant, Staging, Want
 from kvferry.protocol.outcome import FailureCode
 
@@ -176,7 +176,7 @@ def test_reclaimed_gather_is_in_flight_until_it_has_ended(given_up: bool) -> Non
     w.hold.discards = True
     w.drops = lambda to, e: isinstance(e.body, Grant) and e.sender == held.transfer.peer
     w.wait(2 * w.config.resend_s)
-    assert (len(w.discards), w.writes, len(w.source().local_slots)) == (1, [], 0)
+    assert (len(w.discards), w.writes, len(w.source().inflight.slots)) == (1, [], 0)
     grant(w)
     assert not w.where(Arrived), "the slot is not free yet"
     if given_up:
@@ -311,7 +311,7 @@ def test_abort_waits_for_early_gathers(who: Peer) -> None:
     assert not w.gathers
     assert w.outcomes(ROOM) == {FailureCode.ABORTED}
     assert w.releases[S0, ROOM] == 0
-    assert len(w.source().local_slots) == w.config.local_slots - 2
+    assert len(w.source().inflight.slots) == w.config.local_slots - 2
     w.end_discard(w.discards.pop())
     w.run()
     assert w.releases[S0, ROOM] == 0
@@ -343,7 +343,7 @@ def test_failed_gather_fails_its_room() -> None:
     push(w)
     (key, _), (other, _) = w.gathers.items()
     del w.gathers[key]
-    w.tell(S0, SendFailed(key[1], WriteFate.FAILED))
+    w.tell(S0, WriteEnded(key[1], WriteFate.FAILED))
     assert w.outcomes(ROOM) == {FailureCode.TRANSPORT}
     w.run()
     assert other not in w.gathers

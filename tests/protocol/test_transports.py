@@ -8,7 +8,7 @@ from wire import World
 from kvferry.ids import Peer
 from kvferry.layout import Layout, attention
 from kvferry.plan import Request
-from kvferry.protocol.events import MemoryReached, MemoryUnreached
+from kvferry.protocol.events import MemoryReached
 from kvferry.protocol.messages import (
     Hello,
     RefusalCode,
@@ -128,7 +128,7 @@ def test_unreachable_memory_is_refused_with_reasons() -> None:
     w.receive(ROOM, Request(8))
     w.run()
     ((_, connect),) = w.connects
-    w.tell(S0, MemoryUnreached(connect.session, ("cuda: no such GPU", "nixl: no route")))
+    w.tell(S0, MemoryReached(connect.session, "", ("cuda: no such GPU", "nixl: no route")))
     w.run()
     (refusal,) = w.where(Refuse)
     assert isinstance(refusal, Refuse)
@@ -141,7 +141,7 @@ def test_unreachable_memory_is_refused_with_reasons() -> None:
     assert not w.source().links
     # It comes too late, and for a session that is over.
     w.tell(S0, MemoryReached(connect.session, "nixl"))
-    w.tell(S0, MemoryUnreached(connect.session, ()))
+    w.tell(S0, MemoryReached(connect.session, "", ()))
     w.run()
     assert not w.where(Welcome)
     w.finish()

@@ -17,9 +17,10 @@ import msgspec
 from reference.driving import ask, engine_of
 from reference.working import is_idle
 
-from kvferry.reference.cluster.description import ClusterDescription, ModelFolder
+from kvferry.reference.cluster.description import ClusterDescription
 from kvferry.reference.cluster.launch import ChildProcess, ClusterLaunch
 from kvferry.reference.engine.requests import EngineRequest
+from kvferry.reference.models.find import ModelFolder
 
 # The machine may be busy with other things.
 PATIENCE_S = 90.0
@@ -105,8 +106,7 @@ class Running:
 
     def pids(self, *names: str) -> set[int]:
         """The processes of these parts, with their ranks."""
-        children = (self.launch[name].process for name in names)
-        started = [process.pid for process in children if process is not None]
+        started = [self.launch[name].process.pid for name in names]
         return {*started}.union(*map(family, started))
 
     def expected(self, prompts: list[str], max_tokens: int) -> list[list[int]]:

@@ -11,17 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.layout.layout import Parallel
-from kvferry.reference.engine.engine import Engine, EngineOptions
+from kvferry.reference.engine.engine import Engine
 from kvferry.reference.engine.requests import (
     Admitted,
-    Computed,
     EngineRequest,
     FinishReason,
     Output,
     Produced,
     Sampling,
+    StepPlan,
 )
-from kvferry.reference.ranks.rank import Extension, MakeExtension, no_extension
+from kvferry.reference.options import EngineOptions
+from kvferry.reference.ranks.rank import Extension, MakeExtension
 
 MAX_STEPS = 2000
 ALL = Sampling(logprobs=257)
@@ -40,7 +41,6 @@ class Answer:
     text: str = ""
     finish: FinishReason | None = None
     tops: list[dict[int, float]] = field(default_factory=list)
-    chunks: list[tuple[int, int]] = field(default_factory=list)
     prefix: int = 0
 
     def take(self, output: Output) -> None:
@@ -49,23 +49,23 @@ class Answer:
                 self.tokens.append(output.sample.token)
                 self.text += output.text
                 self.finish = output.finish
-                self.tops.append(dict(output.sample.top))
-            case Computed():
-                self.chunks.append((output.first, output.end))
+                self.tops.append(output.sample.top)
             case Admitted():
                 self.prefix = output.prefix
 
 
-def small(**changes: Any) -> EngineOptions:
+def small(parallel: Parallel | None = None, **changes: Any) -> EngineOptions:
     """Options under which tests are quick and limits are near."""
-    defaults: dict[str, Any] = {"cache_tokens": 2048, "max_requests": 16, "step_tokens": 96}
-    return EngineOptions(**(defaults | changes))
+    fields: dict[str, Any] = {"cache_tokens": 2048, "max_requests": 16, "step_tokens": 96} | changes
+    if parallel is not None:
+        fields["tp"] = parallel.tp
+    return EngineOptions(**fields)
 
 
 def engine_of(
     folder: Path,
     parallel: Parallel = Parallel(),  # noqa: B008 - a frozen value
-    extend: MakeExtension = no_extension,
+    extend: MakeExtension = Extension,
     **changes: Any,
 ) -> Engine:
     return Engine(folder, small(parallel=parallel, **changes), extend=extend)
@@ -76,7 +76,7 @@ def drain(engine: Engine) -> dict[str, Answer]:
     answers: dict[str, Answer] = {}
     for _ in range(MAX_STEPS):
         for output in engine.step():
-            if isinstance(output, Produced | Computed | Admitted):
+            if isinstance(output, Produced | Admitted):
                 answers.setdefault(output.request, Answer()).take(output)
         engine.scheduler.blocks.check()
         if engine.idle:
@@ -90,7 +90,6 @@ def ask(engine: Engine, requests: Sequence[EngineRequest]) -> list[Answer]:
         engine.add(request)
     answers = drain(engine)
     assert engine.scheduler.blocks.num_used == 0
-    assert engine.scheduler.blocks.num_used_rows == 0
     return [answers[request.id] for request in requests]
 
 
@@ -117,6 +116,24 @@ def demand_equal(one: Sequence[Answer], two: Sequence[Answer], tolerance: float 
             assert max(abs(here[token] - there[token]) for token in here) < tolerance
 
 
+class Watching(Extension):
+    """Keeps the request and the tokens of every work that its rank was given."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.works: list[tuple[str, int, int]] = []
+
+    def before(self, plan: StepPlan) -> None:
+        self.works += [(work.request, work.first, work.end) for work in plan.works]
+
+
+def works_of(engine: Engine, request: str | None = None) -> list[tuple[int, int]]:
+    """The tokens that rank 0 of an engine extended by ``Watching`` ran, of one request or all."""
+    extension = engine.ranks.worker.extension
+    assert isinstance(extension, Watching)
+    return [(first, end) for name, first, end in extension.works if request in (None, name)]
+
+
 class FileBacked:
     """Makes extensions whose cache memory is a file, so that a test can reach every rank's."""
 
@@ -124,7 +141,7 @@ class FileBacked:
         self.folder = folder
 
     def __call__(self, rank: int) -> Extension:
-        return _FileBacked(self.path(rank))
+        return _FileBacked(rank, self.path(rank))
 
     def path(self, rank: int) -> Path:
         return self.folder / f"rank-{rank}"
@@ -134,7 +151,8 @@ class FileBacked:
 
 
 class _FileBacked(Extension):
-    def __init__(self, path: Path) -> None:
+    def __init__(self, rank: int, path: Path) -> None:
+        super().__init__(rank)
         self.path = path
 
     def allocate(self, num_bytes: int) -> NDArray[np.uint8]:

@@ -39,7 +39,7 @@ from reference.working import worker_main as run_worker
 
 from kvferry.discovery.http.server import DiscoveryServer
 from kvferry.layout.layout import Parallel
-from kvferry.reference.worker.instance import InstanceOptions
+from kvferry.reference.options import InstanceOptions
 from kvferry.security.keys import ClusterKey
 
 NEAR, FAR = "10.201.0.1", "10.201.0.2"

@@ -31,6 +31,7 @@ pytest.importorskip("zmq")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from msgspec.structs import replace
 from reference.driving import ask, demand_equal, engine_of, requests
 from reference.working import (
     Alone,
@@ -45,14 +46,14 @@ from reference.working import (
 
 from kvferry import Layers
 from kvferry.discovery.http.server import DiscoveryServer
-from kvferry.endpoint.outgoing import Waitable
+from kvferry.endpoint.outgoing import Outgoing, Waitable
 from kvferry.layout.layout import Order, Parallel
 from kvferry.reference.engine.cache import RankCache
-from kvferry.reference.engine.requests import RequestWork, Sample, SampleFailed, StepPlan
-from kvferry.reference.models.config import KV, STATE
+from kvferry.reference.engine.requests import RequestWork, Sample, StepPlan
+from kvferry.reference.models.config import KV
 from kvferry.reference.models.tiny import TinyKind, make_tiny
-from kvferry.reference.transfer.extensions import EndpointSettings, PrefillExtension
-from kvferry.reference.worker.instance import InstanceOptions
+from kvferry.reference.options import InstanceOptions
+from kvferry.reference.transfer.extensions import PrefillExtension
 from kvferry.transports.registry import load
 
 pytestmark = pytest.mark.gpu
@@ -61,7 +62,7 @@ needs_nixl = pytest.mark.skipif(
     load("nixl").missing() is not None, reason="needs NIXL, which can write a GPU"
 )
 ONE = Parallel()
-KINDS = (TinyKind.LLAMA, TinyKind.HYBRID)
+KINDS = (TinyKind.LLAMA, TinyKind.QWEN3)
 # Chunks of three pages.
 CUDA = {"device": "cuda", "step_tokens": 48, "max_requests": 8, "prefix_cache": False}
 # Over several chunks each, one of them to the end of a page.
@@ -108,8 +109,16 @@ def test_a_gpu_computes_what_a_cpu_computes(folders: dict[TinyKind, Path], kind:
     demand_equal(right, again)
 
 
+def test_ranks_share_a_gpu(folders: dict[TinyKind, Path]) -> None:
+    """Also where there are fewer GPUs than ranks; their tensors meet in host memory."""
+    with engine_of(folders[TinyKind.LLAMA]) as engine:
+        right = ask(engine, requests())
+    with engine_of(folders[TinyKind.LLAMA], Parallel(tp=3), device="cuda") as engine:
+        demand_equal(right, ask(engine, requests()))
+
+
 def sides(folder: Path, discovery: str) -> tuple[InstanceOptions, InstanceOptions]:
-    paged = CUDA | {"page_tokens": 32, "order": Order.HND}
+    paged = CUDA | {"page": 32, "order": Order.HND}
     fields = {"transport": "nixl"}
     return (
         options_for("prefill", folder, discovery, ONE, engine=CUDA, **fields),
@@ -133,16 +142,14 @@ class Late(PrefillExtension):
         super().start(cache)
 
     def computed(self, plan: StepPlan, layer: int) -> None:
-        if self.settings.layers != "all":
+        if self.options.layers != "all":
             self._delay(plan, [layer])
         super().computed(plan, layer)
 
-    def after(
-        self, plan: StepPlan, samples: Sequence[Sample], failures: Sequence[SampleFailed]
-    ) -> list[bytes]:
-        if self.settings.layers == "all":
+    def after(self, plan: StepPlan, samples: Sequence[Sample]) -> list[bytes]:
+        if self.options.layers == "all":
             self._delay(plan, list(range(self.tuner.first, self.tuner.end)))
-        return super().after(plan, samples, failures)
+        return super().after(plan, samples)
 
     def _delay(self, plan: StepPlan, layers: list[int]) -> None:
         entries = [entry for work in plan.works for entry in self._entries(work, layers)]
@@ -157,25 +164,24 @@ class Late(PrefillExtension):
     def _entries(
         self, work: RequestWork, layers: list[int]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Everything that goes with a chunk: its pages, and with the last one the state."""
-        places = {KV: self._pages(work, work.first, work.end)}
-        if work.row is not None and work.sampling is not None:
-            places[STATE] = [work.row]
-        cache, found = self._cache, []
-        for name, rows in places.items():
-            group = cache.layout.spec.group(name)
-            where = torch.tensor(rows, device=cache.memory.device)
-            for layer, tensor in product(group.layers, group.tensors):
-                if layer in layers:
-                    found.append((cache.layer(name, tensor.name, layer), where))
-        return found
+        """The pages of a chunk."""
+        cache = self._cache
+        pages = self._pages(work, work.first, work.end)
+        where = torch.tensor(pages, device=cache.memory.device)
+        return [(cache.layer(KV, tensor, layer), where) for layer, tensor in product(layers, "kv")]
 
 
 class Hasty(Late):
     """And one that pushes what is not computed yet."""
 
-    def _event(self) -> Waitable | None:
-        return None
+    def _push(
+        self,
+        room: Outgoing,
+        work: RequestWork,
+        event: Waitable | None,
+        layers: tuple[int, int] | None = None,
+    ) -> None:
+        super()._push(room, work, None, layers)
 
 
 @needs_nixl
@@ -215,15 +221,9 @@ def carried_by(
 ) -> list[list[int]]:
     """Prompts computed on this process's GPU and answered by another process on the same."""
     prefill, decode = sides(folder, discovery)
-    settings = EndpointSettings(
-        name=prefill.name,
-        model=prefill.fingerprint,
-        transport="nixl",
-        discovery=discovery,
-        layers=layers,
-    )
+    prefill = replace(prefill, layers=layers)
     with (
-        hosted(prefill, extend=partial(kind, settings)) as (here,),
+        hosted(prefill, extend=partial(kind, prefill)) as (here,),
         neighbour.runs(decode) as there,
     ):
         answers: list[list[int]] = call(partial(tokens, pair=[here, there]))

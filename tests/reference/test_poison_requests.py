@@ -20,9 +20,10 @@ from kvferry.discovery.http.server import DiscoveryServer
 from kvferry.layout.layout import Parallel
 from kvferry.reference.engine.requests import StepPlan
 from kvferry.reference.models.tiny import TinyKind
+from kvferry.reference.options import InstanceOptions
 from kvferry.reference.ranks.rank import MakeExtension
 from kvferry.reference.transfer.extensions import DecodeExtension, PrefillExtension
-from kvferry.reference.worker.instance import InstanceOptions, extension_for
+from kvferry.reference.worker.instance import extension_for
 from kvferry.router.options import OnFailure, RouterOptions
 from kvferry.router.serving import serving
 from kvferry.router.worker_pool import WorkerRole
@@ -100,7 +101,7 @@ async def ask(url: str, prompt: Sequence[int], **fields: Any) -> tuple[int, Any]
 
 
 def num_ended(workers: Sequence[Worker]) -> int:
-    return sum(worker.loop is not None and worker.loop.died.done() for worker in workers)
+    return sum(worker.service is not None and worker.service.died.done() for worker in workers)
 
 
 @pytest.mark.parametrize("workers", [["prefill", "decode"], ["decode"]], indirect=True)

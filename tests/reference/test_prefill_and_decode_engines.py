@@ -16,10 +16,12 @@ from reference.driving import (
     PROMPTS,
     Answer,
     FileBacked,
+    Watching,
     ask,
     demand_equal,
     drain,
     engine_of,
+    works_of,
 )
 
 from kvferry.errors import InputError, Misuse
@@ -31,13 +33,12 @@ from kvferry.reference.engine.cache import one_region
 from kvferry.reference.engine.engine import Engine
 from kvferry.reference.engine.requests import (
     Admitted,
-    Computed,
     EngineRequest,
     EngineRole,
     Produced,
     Sample,
 )
-from kvferry.reference.models.config import KV, STATE
+from kvferry.reference.models.config import KV
 from kvferry.reference.models.tiny import TinyKind
 
 Models = dict[TinyKind, Path]
@@ -51,12 +52,9 @@ class Ferry(NamedTuple):
     place: Admitted
 
     def side(self, rank: int) -> PagedView:
-        blocks, options = self.engine.scheduler.blocks, self.engine.options
-        pools = contiguous_pools(self.engine.layout, rank, blocks.num_pages, options.max_requests)
-        tables = {KV: PageTable(self.place.pages)}
-        if self.place.row is not None:
-            tables[STATE] = PageTable([self.place.row])
-        return PagedView(one_region(pools).map, tables)
+        blocks = self.engine.scheduler.blocks
+        pools = contiguous_pools(self.engine.layout, rank, blocks.num_pages)
+        return PagedView(one_region(pools).map, {KV: PageTable(self.place.pages)})
 
 
 def carry(source: Ferry, target: Ferry, num_tokens: int) -> int:
@@ -87,19 +85,13 @@ def prefill(engine: Engine, files: FileBacked, request: EngineRequest) -> tuple[
     """Run a prompt to its first token; its pages are held."""
     place = None
     engine.add(request)
-    chunks: list[tuple[int, int]] = []
     for _ in range(MAX_STEPS):
         for output in engine.step():
             match output:
                 case Admitted():
                     place = output
-                case Computed():
-                    chunks.append((output.first, output.end))
                 case Produced(sample=sample):
                     assert place is not None
-                    starts = [place.prefix, *(end for _, end in chunks[:-1])]
-                    assert [first for first, _ in chunks] == starts
-                    assert chunks[-1][1] == len(request.prompt)
                     assert engine.step() == []
                     assert engine.scheduler.blocks.num_used == len(place.pages)
                     return Ferry(engine, files, place), sample
@@ -139,7 +131,7 @@ def ferried(
 # Other shardings are in test_transfer.py, where endpoints carry them.
 @pytest.mark.parametrize(
     ("kind", "source"),
-    [(TinyKind.LLAMA, Parallel()), (TinyKind.QWEN3, Parallel(pp=2)), (TinyKind.HYBRID, Parallel())],
+    [(TinyKind.LLAMA, Parallel()), (TinyKind.QWEN3, Parallel(tp=2))],
     ids=str,
 )
 def test_decode_continues_from_a_copied_cache(
@@ -147,8 +139,8 @@ def test_decode_continues_from_a_copied_cache(
 ) -> None:
     files, into = files_in(tmp_path / "source"), files_in(tmp_path / "target")
     with (
-        engine_of(models[kind], source, files, page_tokens=16) as here,
-        engine_of(models[kind], Parallel(), into, page_tokens=32, order=Order.HND) as there,
+        engine_of(models[kind], source, files, page=16) as here,
+        engine_of(models[kind], Parallel(), into, page=32, order=Order.HND) as there,
     ):
         answer = ferried(here, files, there, into, copy=True)
     # Afterwards, on an engine that never saw it: nothing of the transfer can help.
@@ -202,23 +194,13 @@ def test_a_repeated_prompt_needs_only_what_is_new(models: Models, tmp_path: Path
 
 
 def test_a_prefix_that_prefill_has_is_not_computed_again(models: Models, tmp_path: Path) -> None:
-    with engine_of(models[TinyKind.LLAMA]) as engine:
+    with engine_of(models[TinyKind.LLAMA], extend=Watching) as engine:
         ask(engine, [half(EngineRole.WHOLE, "before")])
         engine.add(half(EngineRole.PREFILL))
         outputs = engine.step()
         assert [o.prefix for o in outputs if isinstance(o, Admitted)] == [144]
-        assert [(o.first, o.end) for o in outputs if isinstance(o, Computed)] == [(144, 150)]
+        assert works_of(engine, "r") == [(144, 150)]
         engine.scheduler.release("r")
-
-
-def test_recompute_gives_the_same_answer(models: Models) -> None:
-    with engine_of(models[TinyKind.QWEN3]) as engine:
-        (alone,) = ask(engine, [half(EngineRole.WHOLE)])
-    with engine_of(models[TinyKind.QWEN3]) as engine:
-        admit(engine, half(EngineRole.DECODE))
-        engine.scheduler.recompute("r")
-        demand_equal([alone], [drain(engine)["r"]])
-        assert engine.scheduler.blocks.num_used == 0
 
 
 def test_pages_that_a_transfer_may_touch_outlive_a_cancel(models: Models) -> None:
@@ -248,12 +230,8 @@ def test_steps_that_do_not_fit_are_refused(models: Models) -> None:
         with pytest.raises(InputError, match="first token"):
             engine.arrived("r", Sample("r", 999))
         engine.arrived("r", Sample("r", 3))
-        for call in (
-            engine.scheduler.recompute,
-            lambda name: engine.arrived(name, Sample(name, 3)),
-        ):
-            with pytest.raises(Misuse, match="not ARRIVING"):
-                call("r")
+        with pytest.raises(Misuse, match="not ARRIVING"):
+            engine.arrived("r", Sample("r", 3))
         with pytest.raises(Misuse, match="cancel it"):
             engine.scheduler.release("r")
         assert engine.scheduler.cancel("r") is False

@@ -17,6 +17,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -30,13 +31,10 @@ from kvferry.errors import KvferryError
 from kvferry.layout.layout import Parallel
 from kvferry.reference.engine.requests import EngineRequest
 from kvferry.reference.models.tiny import TinyKind
+from kvferry.reference.options import InstanceOptions
 from kvferry.reference.ranks.rank import MakeExtension
-from kvferry.reference.worker.instance import (
-    EngineInstance,
-    InstanceOptions,
-    run_instance,
-)
-from kvferry.reference.worker.loop import EngineLoop
+from kvferry.reference.worker.instance import EngineInstance, run_instance
+from kvferry.reference.worker.service import EngineService
 from kvferry.router.worker_pool import WorkerRole
 from kvferry.security.keys import ClusterKey
 from kvferry.security.signing import Introduction, new_nonce, sign
@@ -49,11 +47,12 @@ T = TypeVar("T")
 
 
 class Worker(NamedTuple):
-    """A running worker; ``loop`` where it runs in this process, else its ``process``."""
+    """A running worker; ``service`` where it runs in this process, else its ``process``."""
 
     name: str
     url: str
-    loop: EngineLoop | None = None
+    service: EngineService | None = None
+    end: Callable[[], None] = lambda: None
     process: BaseProcess | None = None
 
 
@@ -63,7 +62,7 @@ def options_for(
     """Options under which tests are quick and limits are near."""
     engine = {"parallel": parallel} | changes.pop("engine", {})
     # Starting every transport that there is takes longer than most tests.
-    usual = {"model": MODEL, "request_s": PATIENCE_S, "transport": "shm"}
+    usual = {"model": MODEL, "transport": "shm"}
     fields: dict[str, Any] = usual | changes
     return InstanceOptions(
         role=WorkerRole(role),
@@ -136,6 +135,9 @@ def hosted(
     def run(step: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(step, here).result(PATIENCE_S)
 
+    def ended(service: EngineService) -> None:
+        run(service.stop())
+
     # The ranks' server has everything loaded that the first instance's ranks need.
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     instances: list[EngineInstance] = []
@@ -144,7 +146,8 @@ def hosted(
         for one in options:
             mine = extend.get(one.name) if isinstance(extend, Mapping) else extend
             instances.append(EngineInstance(one, mine))
-            running.append(Worker(one.name, run(instances[-1].start()), instances[-1].loop))
+            url, service = run(instances[-1].start()), instances[-1].service
+            running.append(Worker(one.name, url, service, partial(ended, service)))
         yield running
     finally:
         for instance in instances:
@@ -279,11 +282,6 @@ class Caller:
         signature = sign(self.key.http, told.life, method, path, data, time.time())
         return {"Authorization": signature}
 
-    async def give_up(self, url: str, room: int) -> None:
-        """As a router does whose request will not be continued."""
-        async with self.session.delete(f"{url}/kvferry/rooms/{room}") as response:
-            assert response.ok, response.status
-
     async def health(self, url: str, query: str = "") -> dict[str, Any]:
         async with self.session.get(f"{url}/healthz{query}") as response:
             told: dict[str, Any] = await response.json()
@@ -342,7 +340,7 @@ async def carried(caller: Caller, worker: Worker) -> int:
 
 
 def is_idle(told: dict[str, Any]) -> bool:
-    names = ("running", "waiting", "rooms", "used_pages", "used_rows")
+    names = ("running", "waiting", "rooms", "used_pages")
     return not any(told[name] for name in names)
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import io
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -22,26 +21,11 @@ from kvferry.http.site import HttpSite
 from kvferry.router.options import RouterOptions
 from kvferry.router.serving import serving
 
-ENOUGH_S = 20.0
 MODEL = "m"
 WORDS = ["one ", "two ", "three"]
 
 Body = dict[str, Any]
 Act = Callable[["FakeWorker", web.Request, Body], Awaitable[web.StreamResponse]]
-
-
-def bounded(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """An async test as pytest runs it, never longer than it should."""
-
-    @functools.wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        async def within() -> None:
-            async with asyncio.timeout(ENOUGH_S):
-                await test(*args, **kwargs)
-
-        asyncio.run(within())
-
-    return run
 
 
 async def until(holds: Callable[[], object]) -> None:
@@ -70,9 +54,9 @@ class FakeWorker:
         self.seen: list[Body] = []
         self.request_ids: list[str | None] = []
         self.traces: list[str | None] = []
-        self.cancelled_rooms: list[int] = []
         self.left = 0
         self.load = 0
+        self.num_checks = 0
         self.is_silent = False
         self.problem = ""
         self.port = 0
@@ -85,7 +69,6 @@ class FakeWorker:
     async def start(self) -> None:
         app = web.Application()
         app.router.add_get("/healthz", self._health)
-        app.router.add_delete("/kvferry/rooms/{room}", self._give_up)
         app.router.add_post("/v1/completions", self._answer)
         app.router.add_post("/v1/chat/completions", self._answer)
         await self.listen(app)
@@ -102,7 +85,13 @@ class FakeWorker:
         if self._site is not None:
             await self._site.stop()
 
+    async def checked_twice(self) -> None:
+        """Wait until the router has handled a health check that begins after this call."""
+        enough = self.num_checks + 2
+        await until(lambda: self.num_checks >= enough)
+
     async def _health(self, request: web.Request) -> web.Response:
+        self.num_checks += 1
         if self.is_silent:
             await asyncio.Event().wait()
         return web.json_response(
@@ -117,12 +106,6 @@ class FakeWorker:
             },
             status=503 if self.problem else 200,
         )
-
-    async def _give_up(self, request: web.Request) -> web.Response:
-        self.request_ids.append(request.headers.get("X-Request-Id"))
-        self.traces.append(request.headers.get("traceparent"))
-        self.cancelled_rooms.append(int(request.match_info["room"]))
-        return web.Response(status=204)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

@@ -10,7 +10,8 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
-from router.fakes import MODEL, FakeWorker, Site, Wire, bounded, completion, refusal
+from limited import bounded
+from router.fakes import MODEL, FakeWorker, Site, Wire, completion, refusal
 
 from kvferry import InputError
 from kvferry.router.adapters import REPLICA_HEADER, VllmAdapter
@@ -95,6 +96,7 @@ class FakeVllm(FakeWorker):
         app.router.add_get("/health", self._well)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._answer)
+        app.router.add_post("/v1/chat/completions", self._answer)
         await self.listen(app)
 
     async def _well(self, request: web.Request) -> web.Response:

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 from discovery.parts import layout, record
+from limited import bounded
 from router.fakes import (
     MODEL,
     STREAM,
@@ -17,7 +18,6 @@ from router.fakes import (
     FakeWorker,
     Site,
     Wire,
-    bounded,
     hangs,
     refuses,
     site,
@@ -101,7 +101,7 @@ async def test_least_loaded_worker_is_chosen() -> None:
 async def test_load_of_other_routers_counts() -> None:
     async with site(1, 2) as here:
         here["d0"].load = 5
-        await asyncio.sleep(0.3)
+        await here["d0"].checked_twice()
         for _ in range(4):
             await here.ask()
         assert (len(here["d0"].seen), len(here["d1"].seen)) == (0, 4)
@@ -236,7 +236,9 @@ async def test_each_model_has_its_own_workers() -> None:
 
 @pytest.mark.parametrize("with_key", [False, True])
 @bounded
-async def test_workers_are_found_by_discovery(with_key: bool, tmp_path: Any) -> None:
+async def test_workers_are_found_by_discovery(
+    with_key: bool, tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     key = ClusterKey.new() if with_key else None
     path = tmp_path / "key"
     if key is not None:
@@ -269,7 +271,7 @@ async def test_workers_are_found_by_discovery(with_key: bool, tmp_path: Any) -> 
 
         # Without it, who was known stays known.
         await asyncio.to_thread(server.stop)
-        await asyncio.sleep(0.2)
+        await until(lambda: "discovery-unreachable" in caplog.text)
         assert await ask() == 200
 
         # One that leaves while the discovery service is away is noticed all the same.

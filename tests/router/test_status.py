@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from router.fakes import Site, bounded, site
+from limited import bounded
+from router.fakes import Site, site
 from telemetry.scenes import Scene
 
 from kvferry.discovery.http.server import DiscoveryServer

@@ -9,7 +9,8 @@ from typing import Any
 
 import aiohttp
 import pytest
-from router.fakes import MODEL, bounded, site
+from limited import bounded
+from router.fakes import MODEL, site
 
 from kvferry.router.options import BalancePolicy, RouterOptions
 from kvferry.router.watch import WorkerWatch
@@ -46,7 +47,7 @@ def urgent(trace: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 class Mute:
-    """A worker that answers until it is told not to."""
+    """A worker that answers until ``silent_since`` is set."""
 
     def __init__(self) -> None:
         self.silent_since: float | None = None
@@ -67,7 +68,7 @@ async def falls_silent(options: RouterOptions, at: float) -> tuple[float, float]
         ),
         Mute(),
     )
-    watching = asyncio.create_task(WorkerWatch(options, pool, None, worker).run())
+    watching = asyncio.create_task(WorkerWatch(options, pool, None, None, worker).run())
     (known,) = pool.workers
     await asyncio.sleep(at)
     assert known.up

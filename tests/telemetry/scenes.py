@@ -65,11 +65,9 @@ class Scene:
         mode = f"/v1/instances/{view.instance}/ranks/{view.rank}/view"
         answer = ask(self.url, "PUT", mode, msgspec.json.encode(view))
         wishes = msgspec.json.decode(answer.body, type=ReportRequest)
-        if wishes.rooms or wishes.layout:
-            sides = self.sources | self.targets
-            layout = self.layout(sides[view.instance]) if wishes.layout else None
+        if wishes.rooms:
             traces = tuple(self.trace(view, room) for room in wishes.rooms)
-            self._tell(msgspec.structs.replace(view, layout=layout, traces=traces))
+            self._tell(msgspec.structs.replace(view, traces=traces))
 
     def view(self, role: str, name: str, rank: int, num: int) -> EndpointStatus:
         now = time.monotonic()
@@ -98,8 +96,7 @@ class Scene:
             clock=now,
             wall=time.time(),
             transport="nixl",
-            sharding=str(self.layout(num)),
-            num_ranks=num,
+            layout=self.layout(num),
             pages=4096,
             staging_bytes=64 << 20,
             links=tuple(links),
@@ -140,26 +137,26 @@ class Scene:
     def trace(self, view: EndpointStatus, room: str) -> RoomTrace:
         t = view.clock - 10
         steps: tuple[TraceStep, ...] = (TraceStep(StepKind.ASKED, t),)
-        ends = (TraceStep(StepKind.CLOSED, t + 0.305, "prefill-0/0", True),)
+        ends = (TraceStep(StepKind.CLOSED, t + 0.305, "prefill-0/0"),)
         if view.role == "source":
             peers = [link.target for link in view.links[:4]]
             steps = (
                 TraceStep(StepKind.OPENED, t + 0.004),
-                *(TraceStep(StepKind.OFFERED, t + 0.006, peer, True) for peer in peers),
+                *(TraceStep(StepKind.OFFERED, t + 0.006, peer) for peer in peers),
                 *(TraceStep(StepKind.PUSHED, t + 0.06 * i) for i in range(1, 5)),
                 TraceStep(StepKind.FINISHED, t + 0.241),
             )
             for i, peer in enumerate(peers):
                 at = t + 0.07 + 0.045 * i + 0.01 * view.rank
                 steps += (
-                    TraceStep(StepKind.GATHERED, at, peer, False, 0.012, 8 << 20, "staged"),
-                    TraceStep(StepKind.WRITTEN, at + 0.04, peer, False, 0.04, 8 << 20, "staged"),
+                    TraceStep(StepKind.GATHERED, at, peer, 0.012, 8 << 20, "staged"),
+                    TraceStep(StepKind.WRITTEN, at + 0.04, peer, 0.04, 8 << 20, "staged"),
                 )
             ends = (TraceStep(StepKind.CLOSED, t + 0.3, peers[0]),)
         else:
             at = t + 0.29 + 0.004 * view.rank
-            scatter = TraceStep(StepKind.SCATTERED, at, "prefill-0/0", False, 0.02)
-            steps += (TraceStep(StepKind.ARRIVED, t + 0.26, "prefill-0/0", True), scatter)
+            scatter = TraceStep(StepKind.SCATTERED, at, "prefill-0/0", 0.02)
+            steps += (TraceStep(StepKind.ARRIVED, t + 0.26, "prefill-0/0"), scatter)
         done = TraceStep(StepKind.DONE, t + 0.32)
         return RoomTrace(view.name, view.role, room, (*steps, *ends, done), "req-0001")
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.telemetry.clocks import DRIFT, Offset, aligned, best_reference, better, offset_of
+from kvferry.telemetry.clocks import DRIFT, Offset, aligned, better, offset_of
 
 
 def times(most: int, least: int = 0) -> st.SearchStrategy[float]:
@@ -63,4 +63,3 @@ def test_clocks_are_aligned_over_the_path_with_least_error() -> None:
 def test_unreachable_clocks_are_not_guessed() -> None:
     offsets = {("d/0", "p/0"): Offset(1.0, 0.1)}
     assert set(aligned("d/0", offsets)) == {"d/0", "p/0"}
-    assert best_reference(["d/9", "d/0"], offsets) == "d/0"

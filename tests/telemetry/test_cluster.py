@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from telemetry.recorded import source, target
 
+from kvferry.layout import Layout, Parallel, attention
 from kvferry.telemetry.clocks import Offset
 from kvferry.telemetry.cluster import (
     FORGET_S,
@@ -15,7 +16,6 @@ from kvferry.telemetry.cluster import (
     UNWATCHED_S,
     WATCHED_S,
     ClusterMonitor,
-    Registered,
 )
 from kvferry.telemetry.status import (
     EndpointStatus,
@@ -25,7 +25,9 @@ from kvferry.telemetry.status import (
     RoomStatus,
 )
 
-PREFILL = Registered("p", "", "TP2", "shm", 2, frozenset({0, 1}))
+
+def layout(num_ranks: int) -> Layout:
+    return Layout(attention(layers=1, kv_heads=2, head_dim=8), Parallel(tp=num_ranks))
 
 
 def view(role: str = "source", rank: int = 0, clock: float = 0.0, **more: Any) -> EndpointStatus:
@@ -37,8 +39,7 @@ def view(role: str = "source", rank: int = 0, clock: float = 0.0, **more: Any) -
         "clock": clock,
         "wall": 1e9 + clock,
         "transport": "shm",
-        "sharding": "TP2",
-        "num_ranks": 2 if role == "source" else 1,
+        "layout": layout(2 if role == "source" else 1),
     }
     return EndpointStatus(**(fields | more))
 
@@ -48,19 +49,19 @@ def sent(num_bytes: int, bytes_per_s: float = 0.0) -> tuple[LinkStatus, ...]:
     return (msgspec.structs.replace(link, bytes_per_s=bytes_per_s),)
 
 
-def look(monitor: ClusterMonitor, now: float, *registered: Registered) -> Any:
-    return monitor.status(registered, now, 1e9 + now, "discovery")
+def look(monitor: ClusterMonitor, now: float) -> Any:
+    return monitor.status(now, 1e9 + now, "discovery")
 
 
 def test_rates_are_the_sum_of_what_living_sources_report() -> None:
     monitor = ClusterMonitor()
     monitor.take(view(links=sent(2100, 1000.0)), 0.0)
     monitor.take(view("target", rooms_per_s=2.5), 0.0)
-    shown = look(monitor, 0.0, PREFILL)
+    shown = look(monitor, 0.0)
     (link,) = shown.links
     assert (link.source, link.target, link.num_bytes) == ("p/0", "d/0", 2100)
     assert (shown.bytes_per_s, shown.rooms_per_s) == (1000.0, 2.5)
-    late = look(monitor, GONE_S + 1, PREFILL)
+    late = look(monitor, GONE_S + 1)
     assert (late.bytes_per_s, late.rooms_per_s, late.links[0].state) == (0.0, 0.0, "silent")
 
 
@@ -84,21 +85,21 @@ def test_an_endpoint_becomes_silent_then_gone_then_forgotten() -> None:
     assert state(1.0) == [RankState.UP]
     assert state(15.0) == [RankState.SILENT]
     (instance,) = look(monitor, 15.0).instances
-    assert (instance.ready, instance.note) == (False, "no report from rank 0")
+    assert instance.note == "no report from rank 0"
     assert state(GONE_S + 1) == [RankState.GONE]
     monitor.forget(FORGET_S + 1)
     assert state(FORGET_S + 1) == []
 
 
-def test_a_rank_without_reports_is_missing_or_only_registered() -> None:
+def test_a_rank_without_reports_is_missing() -> None:
     monitor = ClusterMonitor()
+    monitor.take(view(rank=1), 0.0)
+    (instance,) = look(monitor, 0.0).instances
+    assert [rank.state for rank in instance.ranks] == [RankState.MISSING, RankState.UP]
+    assert instance.note == "no report from rank 0"
     monitor.take(view(rank=0), 0.0)
-    half = PREFILL._replace(note="'p' waits for rank 1", ranks=frozenset({0}))
-    (instance,) = look(monitor, 0.0, half).instances
-    assert [rank.state for rank in instance.ranks] == [RankState.UP, RankState.MISSING]
-    assert (instance.ready, instance.note) == (False, "'p' waits for rank 1")
-    (whole,) = look(monitor, 0.0, PREFILL).instances
-    assert [rank.state for rank in whole.ranks] == [RankState.UP, RankState.UP]
+    (whole,) = look(monitor, 0.0).instances
+    assert whole.note == ""
 
 
 def test_leaving_removes_an_endpoint() -> None:
@@ -117,10 +118,13 @@ def test_reports_come_more_often_while_somebody_watches() -> None:
     assert monitor.take(view(), 200.0).every_s == UNWATCHED_S
 
 
-def test_a_layout_is_requested_until_it_arrives() -> None:
+def test_the_layout_of_an_instance_is_that_of_any_rank() -> None:
     monitor = ClusterMonitor()
-    assert monitor.take(view(), 0.0).layout
-    assert monitor.take(view(), 0.0).layout
+    monitor.take(view(rank=1), 0.0)
+    assert monitor.layout_of("p") == layout(2)
+    assert monitor.layout_of("d") is None
+    (instance,) = look(monitor, 0.0).instances
+    assert (instance.sharding, len(instance.ranks)) == (str(layout(2)), 2)
 
 
 def test_a_trace_is_requested_once_from_each_endpoint() -> None:

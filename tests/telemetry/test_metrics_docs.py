@@ -23,8 +23,6 @@ from kvferry.plan.choose import TransferMode
 from kvferry.protocol.codec import FrameFault
 from kvferry.protocol.events import WriteFate
 from kvferry.protocol.outcome import Done
-from kvferry.reference.api.metrics import WorkerMetrics
-from kvferry.reference.worker.running import Snapshot
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.options import BalancePolicy
 from kvferry.router.upstream import OpenResponse
@@ -117,17 +115,24 @@ def test_every_router_metric_has_a_row() -> None:
     assert collected(metrics.registry) == documented("## The router")
 
 
-def test_every_worker_metric_has_a_row() -> None:
-    metrics = WorkerMetrics("decode-0")
-    metrics.answered("/healthz", 200)
-    metrics.text(Snapshot(carried_bytes={"runs": 1}))
-    assert collected(metrics.registry, ("instance",)) == documented("## Workers")
-
-
 def test_every_http_metric_has_a_row() -> None:
     registry = CollectorRegistry()
     Connections(HttpLimits(), registry)
     assert collected(registry) == documented("## HTTP")
+
+
+def test_metric_names_follow_prometheus_conventions() -> None:
+    """Counters end in ``_total``; units are base units and stand last."""
+    headings = re.findall(r"(?m)^## .*$", TEXT)
+    metrics = {metric for heading in headings for metric in documented(heading)}
+    assert {metric.kind for metric in metrics} == {"counter", "gauge", "histogram"}
+    for metric in metrics:
+        assert re.fullmatch(r"kvferry(_[a-z]+)+", metric.name), metric.name
+        assert metric.name.endswith("_total") == (metric.kind == "counter"), metric.name
+        stem = metric.name.removesuffix("_total").removesuffix("_per_second")
+        parts = stem.split("_")
+        assert not {"ms", "us", "milliseconds", "kb", "mb", "mib"} & {*parts}, metric.name
+        assert not {"seconds", "bytes"} & {*parts[:-1]}, metric.name
 
 
 def test_every_label_value_is_listed() -> None:
@@ -223,3 +228,4 @@ def test_every_log_event_has_a_row() -> None:
         for name, level, keys, _ in rows(f"### `{logger}`", 4)
     }
     assert written == logged
+    assert all(re.fullmatch(r"[a-z]+(-[a-z]+)*", event.name) for event in logged)

@@ -15,7 +15,7 @@ from kvferry.plan.choose import TransferMode
 from kvferry.protocol.messages import RoomMessage
 from kvferry.protocol.outcome import Done
 from kvferry.telemetry.metrics import EndpointStats
-from kvferry.telemetry.observer import EVENTS, Observer, Observers, combine
+from kvferry.telemetry.observer import EVENTS, Observer, Observers
 from kvferry.transports.nixl import NixlTransport
 
 UNOBSERVED = AT_ONCE._replace(config=replace(AT_ONCE.config, metrics=False, trace_events=0))
@@ -69,7 +69,6 @@ def carry(pair: Pair) -> None:
 
 def test_a_room_moves_without_observers() -> None:
     with pair_by(UNOBSERVED) as pair:
-        assert [type(each._telemetry.observer) for each in pair[:2]] == [Observer, Observer]
         carry(pair)
         assert pair.source.stats == EndpointStats()
         assert pair.source.trace("r") is None
@@ -105,10 +104,10 @@ def in_order(seen: list[str], *wanted: str) -> bool:
     return all(one in rest for one in wanted)
 
 
-def test_none_and_one_observer_need_no_composite() -> None:
+def test_an_event_goes_directly_to_a_single_observer() -> None:
     one = Recorder()
-    assert type(combine(None, None)) is Observer
-    assert combine(None, one) is one
+    assert Observers(None, one).frame_in is one.frame_in
+    Observers(None, None).thread_broken("transport_thread")
 
 
 class Stalls(Observer):
@@ -123,8 +122,7 @@ class Stalls(Observer):
 
 def test_each_of_several_receives_what_it_overrides() -> None:
     first, second, other = Stalls(), Stalls(), Recorder()
-    both = combine(first, second, other)
-    assert isinstance(both, Observers)
+    both = Observers(first, second, other)
     both.thread_stalled("transport_thread", 2.0)
     both.thread_broken("transport_thread")
     assert first.seen == second.seen == [("transport_thread", 2.0)]

@@ -29,7 +29,6 @@ from kvferry.protocol.messages import (
     RoomMessage,
 )
 from kvferry.protocol.outcome import Done, Failure, FailureCode, Outcome
-from kvferry.telemetry.status import ReportRequest
 from kvferry.telemetry.steps import (
     MAX_TRACE_EVENTS,
     NO_TAG,
@@ -40,9 +39,8 @@ from kvferry.telemetry.steps import (
 )
 from kvferry.telemetry.traces import (
     HALF,
+    MAX_SLOW,
     MESSAGES,
-    PERIOD_S,
-    SLOW_PER_PERIOD,
     SLOW_S,
     TraceBuffer,
 )
@@ -65,7 +63,7 @@ class ClockedBuffer:
     """A trace buffer with a manual clock."""
 
     def __init__(self, most_steps: int, role: str = "source") -> None:
-        self.now = 1000 * PERIOD_S
+        self.now = 30_000.0
         self.traces = TraceBuffer("p/0", role, most_steps, lambda: self.now)
 
     def opened(self, room: Room, tag: RoomTag = NO_TAG) -> Handle:
@@ -108,12 +106,12 @@ def kinds(trace: RoomTrace | None) -> list[str]:
 
 def test_oldest_rooms_are_dropped() -> None:
     buffer = ClockedBuffer(40)
-    for room in range(100):
+    for room in range(200):
         buffer.over(room)
-    known = buffer.knows(*range(100))
-    assert 40 <= len(known) <= 40 + SLOW_PER_PERIOD
-    assert known[-40:] == list(range(60, 100))
-    assert kinds(buffer.told("99")) == ["opened", "done"]
+    known = buffer.knows(*range(200))
+    assert 40 <= len(known) <= 40 + MAX_SLOW
+    assert known[-40:] == list(range(160, 200))
+    assert kinds(buffer.told("199")) == ["opened", "done"]
 
 
 def test_open_rooms_keep_their_steps() -> None:
@@ -140,31 +138,13 @@ def test_a_new_room_has_a_trace(role: str, first: str) -> None:
     assert (kinds(trace), trace and trace.request) == ([first], "req")
 
 
-def test_an_early_offer_is_part_of_the_trace() -> None:
-    buffer = ClockedBuffer(16)
-    buffer.traces.frame_in(offer(7))
-    assert buffer.told("7") is None
-    for room in range(100, 200):
-        buffer.over(room)
-    handle = buffer.opened(7)
-    assert set(kinds(buffer.told("7"))) == {"opened", "offered"}
-    for room in range(200, 300):
-        buffer.over(room)
-    buffer.ended(handle)
-    assert set(kinds(buffer.told("7"))) == {"opened", "offered", "done"}
-
-
-def test_offers_for_unopened_rooms_are_bounded() -> None:
+def test_frames_about_unopened_rooms_are_not_kept() -> None:
     buffer = ClockedBuffer(16)
     for room in range(100):
         buffer.traces.frame_in(offer(room))
-    assert len(buffer.traces) == 16
-    buffer.opened(0)
+    assert len(buffer.traces._records) == 0
     buffer.opened(99)
-    assert [kinds(buffer.told(name)) for name in ("0", "99")] == [
-        ["opened"],
-        ["opened", "offered"],
-    ]
+    assert kinds(buffer.told("99")) == ["opened"]
 
 
 def test_a_reused_id_shows_its_last_use() -> None:
@@ -172,13 +152,12 @@ def test_a_reused_id_shows_its_last_use() -> None:
     handle = buffer.opened(1, RoomTag("first"))
     buffer.ended(handle, Failure.of(FailureCode.DEADLINE, "late"))
     buffer.traces.step(1, StepKind.RELEASED)
-    buffer.traces.frame_in(offer(1))
     buffer.now += 1.0
     again = buffer.opened(1, RoomTag("second"))
     trace = buffer.told("1")
-    assert (kinds(trace), trace and trace.request) == (["offered", "opened"], "second")
+    assert (kinds(trace), trace and trace.request) == (["opened"], "second")
     buffer.ended(again)
-    assert kinds(buffer.told("1")) == ["offered", "opened", "done"]
+    assert kinds(buffer.told("1")) == ["opened", "done"]
 
 
 def test_a_string_and_a_number_may_share_a_name() -> None:
@@ -197,12 +176,13 @@ def test_a_long_room_keeps_its_first_and_last_steps() -> None:
     for i in range(3000):
         buffer.now += 1.0
         buffer.pushed("r", i, i + 1)
-    assert len(told_steps(buffer, "r")) == MAX_TRACE_EVENTS
+    assert len(told_steps(buffer, "r")) <= MAX_TRACE_EVENTS
     buffer.now += 1.0
     buffer.ended(handle)
     trace = buffer.told("r")
     assert trace is not None
-    assert (len(trace.steps), trace.left_out) == (MAX_TRACE_EVENTS, 3002 - MAX_TRACE_EVENTS)
+    assert MAX_TRACE_EVENTS - 1 <= len(trace.steps) <= MAX_TRACE_EVENTS
+    assert len(trace.steps) + trace.left_out == 3002
     assert (trace.steps[0].step, trace.steps[-1].step) == (StepKind.OPENED, StepKind.DONE)
     assert [trace.steps[i].detail for i in (1, -2)] == ["tokens 0 to 1", "tokens 2999 to 3000"]
     assert (trace.request, trace.traceparent) == ("req", "00-1-2-01")
@@ -210,6 +190,7 @@ def test_a_long_room_keeps_its_first_and_last_steps() -> None:
 
 def test_frames_about_one_room_are_bounded() -> None:
     buffer = ClockedBuffer(100)
+    buffer.opened(1)
     for _ in range(3000):
         buffer.traces.frame_in(accept(1))
     assert len(buffer.traces._records[1].steps) <= 2 * HALF
@@ -222,7 +203,6 @@ class History:
         self.random = random.Random(seed)
         self.buffer = ClockedBuffer(24)
         self.held: dict[Room, Handle] = {}
-        self.early: set[Room] = set()
         self.happened: dict[Room, list[str]] = defaultdict(list)
         self.ended: dict[Room, list[str]] = {}
 
@@ -230,12 +210,10 @@ class History:
         """Something happens, most often to a new room that is soon over."""
         self.buffer.now += self.random.choice([1e-6, 0.001, 0.5])
         match self.random.randrange(6):
-            case 0 if len(self.early) < 24:
-                self._offer(fresh)
-            case 1 if self.early:
-                self._begin(self.random.choice(sorted(self.early, key=str)))
-            case 2:
+            case 0 | 1:
                 self._begin(fresh)
+            case 2 if self.held:
+                self._offer(self.random.choice(sorted(self.held, key=str)))
             case 3 | 4 if self.held:
                 self._push(self.random.choice(sorted(self.held, key=str)))
             case _ if self.held:
@@ -244,11 +222,9 @@ class History:
     def _offer(self, room: Room) -> None:
         self.buffer.traces.frame_in(offer(room))
         self.buffer.traces.frame_out(PEER, accept(room))
-        self.early.add(room)
         self.happened[room] += ["offered", "accepted"]
 
     def _begin(self, room: Room) -> None:
-        self.early.discard(room)
         self.held[room] = self.buffer.opened(room)
         self.happened[room] += ["opened"]
 
@@ -276,7 +252,7 @@ class History:
             assert trace is None or sorted(kinds(trace)) == sorted(steps)
         traces = self.buffer.traces
         slow = traces.slowest(self.buffer.now, 1000)
-        lasting = [one.room for one in (*traces.failures(), *slow)]
+        lasting = [one.room for one in (*traces.failed, *slow)]
         assert self.buffer.knows(*lasting) == lasting
 
 
@@ -293,7 +269,7 @@ def test_random_events_leave_whole_traces_in_a_bounded_buffer(seed: int) -> None
     for number in range(1000, 1100):
         buffer.now += 1.0
         buffer.over(number, seconds=1000.0)
-    assert len(buffer.traces) == len(history.early) + 24
+    assert len(buffer.traces._records) == 24
     assert buffer.knows(*range(1076, 1100)) == list(range(1076, 1100))
 
 
@@ -310,10 +286,9 @@ def test_large_messages_are_not_kept() -> None:
     trace = buffer.told("r")
     assert kinds(trace) == ["opened", "offered", "accepted", "pushed", "written", "done"]
     assert trace is not None
-    heard = {str(step.step): (step.peer, step.heard) for step in trace.steps if step.peer}
-    assert heard["offered"] == ("d/3", True)
-    assert heard["accepted"] == ("d/3", False)
-    assert heard["written"] == (str(write_action().transfer.peer), False)
+    peers = {str(step.step): step.peer for step in trace.steps if step.peer}
+    assert peers["offered"] == peers["accepted"] == "d/3"
+    assert peers["written"] == str(write_action().transfer.peer)
 
 
 def test_every_message_about_a_room_is_a_step() -> None:
@@ -324,7 +299,7 @@ def test_every_message_about_a_room_is_a_step() -> None:
 def test_heartbeats_are_not_steps() -> None:
     buffer = ClockedBuffer(16)
     buffer.traces.frame_in(Envelope(PEER, 1, Session(1, 1), 1, Heartbeat()))
-    assert len(buffer.traces) == 0
+    assert len(buffer.traces._records) == 0
 
 
 def test_a_trace_shows_every_kind_of_step_and_later_ones() -> None:
@@ -376,13 +351,12 @@ def test_slowest_rooms_survive_many_faster_ones() -> None:
 def test_old_slow_rooms_are_dropped() -> None:
     buffer = ClockedBuffer(16)
     buffer.over("slow", seconds=9.0)
-    buffer.now += SLOW_S + 2 * PERIOD_S
-    assert buffer.traces.slowest(buffer.now, SLOW_PER_PERIOD) == []
-    for number in range(20):
-        buffer.now += PERIOD_S
+    buffer.now += SLOW_S + 1.0
+    assert buffer.traces.slowest(buffer.now, 8) == []
+    for number in range(200):
         buffer.over(number)
     assert buffer.told("slow") is None
-    assert len(buffer.traces.slowest(buffer.now, 1000)) <= SLOW_S / PERIOD_S + 1
+    assert len(buffer.traces.slowest(buffer.now, 1000)) == MAX_SLOW
 
 
 @pytest.mark.parametrize("seconds", [range(50), range(50, 0, -1)], ids=["rising", "falling"])
@@ -400,7 +374,7 @@ def test_equally_slow_rooms_need_no_order() -> None:
     buffer = ClockedBuffer(100)
     for room in (1, "one", 2, "two", *range(3, 20)):
         buffer.over(room)
-    assert len(buffer.traces.slowest(buffer.now, SLOW_PER_PERIOD)) == SLOW_PER_PERIOD
+    assert len(buffer.traces.slowest(buffer.now, 8)) == 8
 
 
 def test_heartbeats_without_clock_fields_decode() -> None:
@@ -422,7 +396,7 @@ def test_two_endpoints_traces_join_to_one_waterfall() -> None:
         assert isinstance(into.wait(WAIT_S), Done)
         out.wait_released(WAIT_S)
         traces = [pair.source.trace(7), pair.target.trace(7)]
-        views = [each.view(ReportRequest(layout=True)).result(WAIT_S) for each in pair[:2]]
+        views = [each.view().result(WAIT_S) for each in pair[:2]]
         assert pair.source.trace(8) is None
     known = [trace for trace in traces if trace is not None]
     assert {"opened", "offered", "pushed", "written", "finished", "closed", "done"} <= set(

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from kvferry.errors import TransportError
+from kvferry.ids import Op
 from kvferry.plan.coalesce import Stride
 from kvferry.protocol.events import WriteFate
 from kvferry.testing.transports import PlacedPiece, TransportSuite, binding_of, grid
@@ -21,6 +22,7 @@ from kvferry.testing.transports.host import HostWrite
 from kvferry.testing.transports.process import PeerProcess
 from kvferry.testing.transports.suite import WHOLE
 from kvferry.testing.transports.writes import WriteCases
+from kvferry.transports.base import WriteEnded
 from kvferry.transports.cuda.driver import missing
 
 pytestmark = [
@@ -105,7 +107,7 @@ class ForgingCases(Cases):
         target.regions[0][64 * KIB - 1 :: 64 * KIB] = 0
         target.check()
         source.write(HostWrite(again, 99, WHOLE))
-        assert source.wait(num_ended=1) == [(99, None, "")]
+        assert source.wait(num_ended=1) == [WriteEnded(Op(99))]
 
 
 class TestForging(ForgingCases):
@@ -167,7 +169,7 @@ class TestExpandable(ForgingCases, WriteCases):
         spans = [("vmm", sizes, descriptors[::-1])]
         remote = source.connect(msgspec.msgpack.encode({**told, "spans": spans}))
         source.write(HostWrite(remote, 1, WHOLE))
-        assert source.wait(num_ended=1) == [(1, None, "")]
+        assert source.wait(num_ended=1) == [WriteEnded(Op(1))]
 
     def test_a_dead_peers_memory_stays_mapped(self, crew: Crew) -> None:
         """Its memory stays while it is mapped; new connections are refused."""
@@ -177,7 +179,7 @@ class TestExpandable(ForgingCases, WriteCases):
         deliver(source, victim, HostWrite(remote, 1, WHOLE))
         victim.process.kill()
         source.write(HostWrite(remote, 2, WHOLE))
-        assert source.wait(num_ended=1) == [(2, None, "")]
+        assert source.wait(num_ended=1) == [WriteEnded(Op(2))]
         with pytest.raises(TransportError, match=r"has ended|cannot find"):
             late.connect(victim.metadata)
 

@@ -14,7 +14,7 @@ import pytest
 from kvferry.errors import TransportError
 from kvferry.ids import Op
 from kvferry.plan.coalesce import Stride
-from kvferry.protocol.events import WriteFate
+from kvferry.protocol.events import WriteEnded, WriteFate
 from kvferry.regions import Device, Region
 from kvferry.testing.transports import PlacedPiece, TransportSuite, binding_of, grid
 from kvferry.testing.transports.base import Crew, deliver
@@ -61,7 +61,7 @@ class TestConformance(TransportSuite):
         far = binding_of([PlacedPiece(0, 17 * MIB, MIB)])
         source.write(HostWrite(again, 4, far))
         target.process.resume()
-        assert source.wait(num_ended=1) == [(4, None, "")]
+        assert source.wait(num_ended=1) == [WriteEnded(Op(4))]
         target.regions = after(far, source.regions, target.regions)
         target.check_part(0, 17 * MIB, MIB)
 
@@ -83,7 +83,7 @@ class TestConformance(TransportSuite):
         source.write(HostWrite(waiting, 1, WHOLE))
         deliver(source, other, HostWrite(remote, 2, WHOLE))
         silent.process.resume()
-        assert source.wait(num_ended=1) == [(1, None, "")]
+        assert source.wait(num_ended=1) == [WriteEnded(Op(1))]
 
 
 @pytest.fixture

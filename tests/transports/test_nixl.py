@@ -6,9 +6,14 @@ import subprocess
 import sys
 from typing import ClassVar
 
+import numpy as np
 import pytest
 
 from kvferry.errors import TransportError
+from kvferry.ids import Op
+from kvferry.plan.bind import Binding, BindingPart
+from kvferry.plan.coalesce import Pieces, Stride
+from kvferry.plan.places import Base
 from kvferry.protocol.events import WriteFate
 from kvferry.testing.transports import PlacedPiece, TransportSuite, binding_of
 from kvferry.testing.transports.base import Crew, deliver
@@ -19,8 +24,23 @@ from kvferry.testing.transports.suite import wait_until_written
 from kvferry.transports.base import TransportSetup, WriteEnded
 from kvferry.transports.nixl import NixlTransport
 
-MIB = 1 << 20
+KIB, MIB = 1 << 10, 1 << 20
 LARGE = binding_of([PlacedPiece(0, 0, 16 * MIB)])
+
+
+def _pages(count: int, num_bytes: int, stride: int, order: str) -> Binding:
+    """Return pages of two layers, the last of them partial, ``stride`` pages apart."""
+    rng, one = np.random.default_rng(stride), np.ones(count, dtype=np.int64)
+    source, target = (
+        (rng.permutation(count) if order == "random" else np.arange(count)) * stride * num_bytes
+        for _ in range(2)
+    )
+    lengths = one * num_bytes
+    lengths[-1] = 1000
+    flat = Stride(0, 0)
+    pieces = Pieces(source, target, lengths, one, one, flat, flat, whole_pages=True)
+    sources, targets = (Base(0, 0, 0), Base(1, 1, 0)), (Base(0, 0, 4 * MIB), Base(1, 0, 0))
+    return Binding((BindingPart("kv", "k", sources, targets, pieces),))
 
 
 class NixlSuite(TransportSuite):
@@ -46,7 +66,7 @@ class NixlSuite(TransportSuite):
         target.regions = after(LARGE, source.regions, target.regions)
         far = binding_of([PlacedPiece(0, 17 * MIB, MIB)])
         source.write(HostWrite(again, 4, far))
-        assert source.wait(num_ended=1) == [(4, None, "")]
+        assert source.wait(num_ended=1) == [WriteEnded(Op(4))]
         wait_until_written(target, 16 * MIB - 16)
         target.regions = after(far, source.regions, target.regions)
         target.check()
@@ -83,6 +103,16 @@ class NixlSuite(TransportSuite):
         target.open_target([MIB])
         again = source.connect(target.metadata)
         deliver(source, target, HostWrite(again, 2, whole))
+
+    def test_whole_pages_with_a_partial_one(self, crew: Crew) -> None:
+        """Named by their cells in prepared lists. The lists end with the connection."""
+        source, target = crew.source(4 * MIB, 4 * MIB), crew.target(8 * MIB)
+        for op, stride in enumerate((1, 2), start=1):
+            remote = source.connect(target.metadata)
+            for number, order in enumerate(("random", "consecutive")):
+                pages = _pages(32, 16 * KIB, stride, order)
+                deliver(source, target, HostWrite(remote, 10 * op + number, pages))
+            source.disconnect(remote)
 
 
 class TestConformance(NixlSuite):

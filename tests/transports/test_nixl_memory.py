@@ -75,7 +75,7 @@ def test_write_between_memory_types(ours: str, theirs: str) -> None:
             assert time.monotonic() < deadline, "the write does not end"
             ended += source.poll()
         here.send("read")
-        assert ended == [(1, None, "")]
+        assert ended == [WriteEnded(Op(1))]
         assert here.poll(30), "the target does not answer"
         read = here.recv()
     finally:

@@ -1,22 +1,17 @@
-"""The shared-memory transport: conformance, segments and their removal."""
+"""The shared-memory transport: conformance, memory, connecting and copying."""
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
-import sys
-import textwrap
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from transports.shm_scripts import PAGE, exists, make, names_of, region_of, run
 
 from kvferry.errors import TransportError
 from kvferry.ids import Op
@@ -25,39 +20,13 @@ from kvferry.protocol.events import WriteFate
 from kvferry.regions import Device, Region
 from kvferry.testing.transports import PlacedPiece, TransportSuite, binding_of, copy_by_memmove
 from kvferry.transports import segments
-from kvferry.transports.base import Copy, TransportSetup, WriteEnded
+from kvferry.transports.base import WriteEnded
 from kvferry.transports.segments import SharedFile
 from kvferry.transports.shm import ShmTransport
-
-PAGE = 4096
-# The first lines of the scripts below.
-PROLOGUE = """
-    import os, signal, sys, time
-    import msgspec
-    from kvferry.regions import Region
-    from kvferry.testing.transports import copy_by_memmove
-    from kvferry.transports import segments
-    from kvferry.transports.base import TransportSetup
-    from kvferry.transports.shm import ShmTransport
-
-    transport = ShmTransport(TransportSetup(agent="script", copy=copy_by_memmove))
-
-    def registered(num_bytes):
-        array = transport.allocate(num_bytes)
-        transport.register([Region(array.ctypes.data, array.nbytes)], writable=True)
-        return array
-
-    def name_of(transport):
-        return msgspec.msgpack.decode(transport.metadata())["segments"][0]
-"""
 
 
 class TestConformance(TransportSuite):
     transport = "shm"
-
-
-def make(copy: Copy = copy_by_memmove) -> ShmTransport:
-    return ShmTransport(TransportSetup(agent="test", copy=copy))
 
 
 @pytest.fixture
@@ -72,52 +41,6 @@ def theirs() -> Iterator[ShmTransport]:
     transport = make()
     yield transport
     transport.close()
-
-
-def region_of(array: np.ndarray[Any, np.dtype[np.uint8]]) -> Region:
-    return Region(array.ctypes.data, array.nbytes)
-
-
-def names_of(transport: ShmTransport) -> list[str]:
-    return list(msgspec.msgpack.decode(transport.metadata())["segments"])
-
-
-def script(body: str, prologue: str = PROLOGUE) -> str:
-    return textwrap.dedent(prologue) + textwrap.dedent(body)
-
-
-def run(body: str, *before: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in a Python process in which warnings are errors."""
-    command = [*before, sys.executable, "-W", "error", "-c", script(body)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-
-
-def exists(name: str) -> bool:
-    try:
-        segments.attach(name, 0).close()
-    except TransportError:
-        return False
-    return True
-
-
-def kill_tree(pid: int, number: int) -> None:
-    """Kill every descendant and then the process, as engines do."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    doomed = [pid]
-    for each in doomed:
-        doomed += [child for child, parent in parents.items() if parent == each]
-    for each in reversed(doomed):
-        os.kill(each, number)
-
-
-def await_gone(name: str) -> None:
-    deadline = time.monotonic() + 20
-    while exists(name):
-        assert time.monotonic() < deadline, f"{name} was left behind"
-        time.sleep(0.01)
 
 
 class TestMemory:
@@ -200,7 +123,7 @@ class TestMemory:
         ours.register([region_of(data)], writable=False)
         pieces = [PlacedPiece(10 * i, i, 10, target_region=i) for i in range(4)]
         ours.write(ours.connect(theirs.metadata()), Op(1), binding_of(pieces))
-        assert ours.poll() == [(1, None, "")]
+        assert ours.poll() == [WriteEnded(Op(1))]
         for i, part in enumerate(parts):
             assert part[i : i + 10].tolist() == list(range(10 * i, 10 * i + 10))
 
@@ -211,187 +134,6 @@ class TestMemory:
         with pytest.raises(TransportError, match=r"no room for \d+ bytes; enlarge /dev/shm"):
             ours.allocate(1 << 50)
         assert ours.allocate(PAGE).nbytes == PAGE
-
-
-class TestLifetime:
-    def test_close_unlinks_and_leaves_views_usable(self) -> None:
-        transport = make()
-        array = transport.allocate(PAGE)
-        transport.register([region_of(array)], writable=True)
-        (name,) = names_of(transport)
-        assert exists(name)
-        transport.close()
-        transport.close()
-        assert not exists(name)
-        array[:] = 3
-        assert array.sum() == 3 * PAGE
-
-    def test_a_write_after_disconnect_or_close_fails(
-        self, ours: ShmTransport, theirs: ShmTransport
-    ) -> None:
-        array = theirs.allocate(PAGE)
-        theirs.register([region_of(array)], writable=True)
-        ours.register([region_of(np.ones(PAGE, dtype=np.uint8))], writable=False)
-        remote = ours.connect(theirs.metadata())
-        ours.disconnect(remote)
-        ours.write(remote, Op(1), binding_of([PlacedPiece(0, 0, 10)]))
-        remote = ours.connect(theirs.metadata())
-        ours.close()
-        ours.write(remote, Op(2), binding_of([PlacedPiece(0, 0, 10)]))
-        assert [ended.fate for ended in ours.poll()] == [WriteFate.FAILED, WriteFate.FAILED]
-        assert not array.any()
-
-    @pytest.mark.parametrize("kill", [os.kill, os.killpg, kill_tree], ids=lambda it: it.__name__)
-    def test_a_killed_process_leaves_no_segment(self, kill: Callable[..., None]) -> None:
-        body = """
-            import torch
-            cache = torch.zeros(1000)
-            transport.adopt([cache])
-            array = registered(1 << 20)
-            made = segments.find_shared_file(cache.data_ptr(), 4000).path.removeprefix("/dev/shm")
-            print(name_of(transport), made, flush=True)
-            sys.stdin.read()
-        """
-        child = subprocess.Popen(
-            [sys.executable, "-c", script(body)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        with child:
-            assert child.stdout is not None
-            names = child.stdout.readline().split()
-            assert [exists(name) for name in names] == [True, True]
-            kill(child.pid, signal.SIGKILL)
-            for name in names:
-                await_gone(name)
-
-    def test_a_forked_childs_segments_are_removed_with_it_alone(self) -> None:
-        body = """
-            array = registered(1 << 20)
-            read, write = os.pipe()
-            child = os.fork()
-            if child == 0:
-                segment = segments.Segment(100)
-                os.write(write, segment.name.encode())
-                signal.pause()
-            theirs = os.read(read, 100).decode()
-            print(name_of(transport), theirs, child, flush=True)
-            sys.stdin.read()
-        """
-        child = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", script(body)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        with child:
-            assert child.stdout is not None
-            ours, theirs, grandchild = child.stdout.readline().split()
-            os.kill(int(grandchild), signal.SIGKILL)
-            await_gone(theirs)
-            assert exists(ours)
-            child.kill()
-            await_gone(ours)
-
-    def test_a_killed_cleanup_process_is_replaced(self) -> None:
-        body = """
-            first = segments.Segment(100)
-            pipe = os.readlink(f"/proc/self/fd/{segments._cleanup._pipe}")
-            for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
-                try:
-                    if pid != os.getpid() and os.readlink(f"/proc/{pid}/fd/0") == pipe:
-                        os.kill(pid, signal.SIGKILL)
-                        print("killed", flush=True)
-                        while os.path.exists(f"/proc/{pid}"):
-                            time.sleep(0.01)
-                except OSError:
-                    continue
-            second = segments.Segment(100)
-            print(first.name, second.name, flush=True)
-            signal.pause()
-        """
-        child = subprocess.Popen(
-            [sys.executable, "-c", script(body)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        with child:
-            assert child.stdout is not None
-            assert child.stdout.readline() == "killed\n"
-            names = child.stdout.readline().split()
-            assert exists(names[1])
-            child.kill()
-            for name in names:
-                await_gone(name)
-
-    def test_a_spawned_workers_segments_are_removed_while_its_parent_lives(
-        self, tmp_path: Path
-    ) -> None:
-        """``multiprocessing.shared_memory`` would keep them until the parent ends."""
-        body = """
-            import multiprocessing, time
-
-            def worker(connection):
-                array = registered(1 << 20)
-                connection.send(name_of(transport))
-                time.sleep(60)
-
-            def exists(name):
-                try:
-                    segments.attach(name, 0).close()
-                except Exception:
-                    return False
-                return True
-
-            if __name__ == "__main__":
-                context = multiprocessing.get_context("spawn")
-                context.Semaphore()  # The parent's own tracker is running.
-                ours, theirs = context.Pipe()
-                process = context.Process(target=worker, args=(theirs,))
-                process.start()
-                name = ours.recv()
-                assert exists(name)
-                process.kill()
-                process.join()
-                deadline = time.monotonic() + 20
-                while exists(name) and time.monotonic() < deadline:
-                    time.sleep(0.01)
-                print("left behind" if exists(name) else "gone")
-        """
-        path = tmp_path / "spawning.py"
-        path.write_text(script(body))
-        result = subprocess.run(
-            [sys.executable, path], capture_output=True, text=True, check=True, timeout=60
-        )
-        assert result.stdout.strip() == "gone"
-
-    @pytest.mark.parametrize("ending", ["transport.close()", "del transport", "pass"])
-    def test_the_interpreter_exits_silently(self, ending: str) -> None:
-        """With live views, whether the transport was closed or not."""
-        result = run(f"""
-            array = registered(1 << 20)
-            kept = array[5:10].reshape(5, 1)
-            peer = ShmTransport(TransportSetup(agent="peer", copy=copy_by_memmove))
-            remote = peer.connect(transport.metadata())
-            print(name_of(transport))
-            {ending}
-        """)
-        assert (result.returncode, result.stderr) == (0, "")
-        assert not exists(result.stdout.strip())
-
-    def test_a_forked_child_removes_nothing(self) -> None:
-        result = run("""
-            array = registered(1 << 20)
-            if os.fork() == 0:
-                sys.exit(0)
-            assert os.wait()[1] == 0
-            segments.attach(name_of(transport), 1 << 20)
-            print("still there")
-        """)
-        assert (result.stdout, result.stderr) == ("still there\n", "")
 
 
 class TestConnecting:
@@ -476,12 +218,26 @@ def test_an_exception_in_a_copy_fails_only_its_write(theirs: ShmTransport) -> No
     ours.write(remote, Op(1), binding_of([PlacedPiece(0, 0, 13)]))
     ours.write(remote, Op(2), binding_of([PlacedPiece(0, 0, 14)]))
     assert ours.poll() == [
-        (1, WriteFate.FAILED, "copying failed (ArithmeticError: thirteen)"),
-        (2, None, ""),
+        WriteEnded(Op(1), WriteFate.FAILED, "copying failed (ArithmeticError: thirteen)"),
+        WriteEnded(Op(2)),
     ]
     assert called == [0, 1]
     assert array.sum() == 14
     ours.close()
+
+
+def test_a_write_after_disconnect_or_close_fails(ours: ShmTransport, theirs: ShmTransport) -> None:
+    array = theirs.allocate(PAGE)
+    theirs.register([region_of(array)], writable=True)
+    ours.register([region_of(np.ones(PAGE, dtype=np.uint8))], writable=False)
+    remote = ours.connect(theirs.metadata())
+    ours.disconnect(remote)
+    ours.write(remote, Op(1), binding_of([PlacedPiece(0, 0, 10)]))
+    remote = ours.connect(theirs.metadata())
+    ours.close()
+    ours.write(remote, Op(2), binding_of([PlacedPiece(0, 0, 10)]))
+    assert [ended.fate for ended in ours.poll()] == [WriteFate.FAILED, WriteFate.FAILED]
+    assert not array.any()
 
 
 class TestSeparateDevShm:
@@ -516,52 +272,3 @@ class TestSeparateDevShm:
         result = run(body, *apart)
         assert (result.returncode, result.stderr) == (0, "")
         assert result.stdout.startswith("TransportError shared memory has no room for 2097152 b")
-
-
-class TestLeftovers:
-    """Segments of processes that were killed together with their cleanup processes."""
-
-    def test_the_next_transport_removes_leftovers(self) -> None:
-        body = """
-            segment = segments.Segment(100)
-            pipe = os.readlink(f"/proc/self/fd/{segments._cleanup._pipe}")
-            for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
-                try:
-                    if pid != os.getpid() and os.readlink(f"/proc/{pid}/fd/0") == pipe:
-                        os.kill(pid, signal.SIGKILL)
-                except OSError:
-                    continue
-            print(segment.name, flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
-        """
-        killed = subprocess.run(
-            [sys.executable, "-c", script(body)], stdout=subprocess.PIPE, text=True, check=False
-        )
-        assert killed.returncode == -signal.SIGKILL
-        mine = segments.Segment(100)
-        run("")
-        assert not exists(killed.stdout.strip())
-        assert exists(mine.name)
-        mine.close()
-
-    def test_an_unlocked_segment_is_a_leftover(self, tmp_path: Path) -> None:
-        paths = [tmp_path / f"kvferry-{number:016x}" for number in range(3)]
-        for path in (*paths, tmp_path / "kvferry-of-another-kind"):
-            path.touch()
-        held = os.open(paths[1], os.O_RDWR)
-        assert segments._lock_new(held)
-        assert sorted(segments.leftovers(tmp_path)) == [paths[0], paths[2]]
-        os.close(held)
-        assert sorted(segments.leftovers(tmp_path)) == paths
-
-    def test_a_new_segment_removed_as_a_leftover_is_not_used(self, tmp_path: Path) -> None:
-        """Another process may remove leftovers between a segment's creation and its lock."""
-        path = tmp_path / f"kvferry-{1:016x}"
-        path.touch()
-        made = os.open(path, os.O_RDWR)
-        with segments._locked_leftover(path) as is_leftover:
-            assert is_leftover
-            assert not segments._lock_new(made)
-            path.unlink()
-        assert not segments._lock_new(made)
-        os.close(made)

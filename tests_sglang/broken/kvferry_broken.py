@@ -1,15 +1,15 @@
-"""A plugin for SGLang that breaks the backend for some rooms: the negative control.
+"""SGLang plugin for a negative control: it sends wrong pages for some rooms.
 
-In rooms that end in the bits of ``WRONG`` other pages are sent than the request's. A test that
-compares answers must fail then, or it would pass whatever is carried. (The same pages in another
-order would not do: attention does not mind it.)
+In rooms whose id ends in the bits of ``WRONG``, the sender sends other pages than the request's,
+and a test that compares answers must notice. Another order of the same pages would not suffice,
+because attention does not depend on it.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-# So rare that no router draws it by chance.
+# Too rare for a random room id.
 WRONG = (1 << 24) - 1
 
 

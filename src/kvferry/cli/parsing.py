@@ -32,9 +32,8 @@ def show_path(path: object) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return the text on one line, as valid UTF-8."""
-    printable = text.encode("utf-8", "replace").decode("utf-8")
-    return " ".join(printable.split())
+    """Return the text on one line, with a dot for each character that is not printable."""
+    return "".join(sign if sign.isprintable() else "·" for sign in " ".join(text.split()))
 
 
 class Parser(argparse.ArgumentParser):

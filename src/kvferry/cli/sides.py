@@ -12,6 +12,7 @@ from kvferry.cli.parsing import fields, given, show, whole
 from kvferry.errors import InputError, Reason, Refused
 from kvferry.layout import CacheSpec, DType, Layout, Order, Parallel, attention, mismatches
 from kvferry.layout.hf import spec_from_config
+from kvferry.layout.spec import CacheFormat, parse_cache_type
 from kvferry.model_config import read_config
 
 
@@ -33,11 +34,14 @@ def add_flags(parser: argparse.ArgumentParser, *, required: bool, tokens: int) -
     parser.add_argument("--tokens", default=str(tokens), metavar="N", help=text)
 
 
+_SIZES = ("tp", "pp", "cp", "dcp", "interleave", "copies")
+
+
 class SideFields(NamedTuple):
     """One side as given on the command line: arguments of its ``Layout``, dtype and prefix."""
 
     layout: dict[str, Any]
-    dtype: DType | None
+    dtype: DType | CacheFormat | None
     prefix: int
 
 
@@ -53,16 +57,18 @@ def read_side(text: str, flag: str, extra: dict[str, Any] | None = None) -> Side
     if not text.strip(" ,"):
         raise InputError(f"{flag} is empty; give at least one key, as in tp=1")
     readers: dict[str, Any] = {
-        **{key: whole(f"{flag} {key}") for key in ("tp", "pp", "cp", "dp", "page")},
+        **{key: whole(f"{flag} {key}") for key in (*_SIZES, "dp", "page")},
         "order": _read_order,
         "stages": lambda text: tuple(whole("a stage")(part) for part in text.split("+")),
-        "dtype": DType.parse,
+        "dtype": parse_cache_type,
         **(extra or {}),
     }
     values = fields(text, readers, flag)
     if "stages" in values:
         values.setdefault("pp", len(values["stages"]))
-    sharding = Parallel(**{k: values[k] for k in ("tp", "pp", "cp", "stages") if k in values})
+    sharding = Parallel(**{k: values[k] for k in (*_SIZES, "stages") if k in values})
+    if "interleave" in values and sharding.num_token_shares == 1:
+        raise InputError(f"{flag} has an interleave but no context parallelism; add cp or dcp")
     names = {"dp": "dp", "page": "page_tokens", "order": "order"}
     rest = {names[key]: values[key] for key in names if key in values}
     layout = {"sharding": sharding, **rest}
@@ -76,9 +82,10 @@ def _read_order(text: str) -> Order:
         raise InputError(f"order must be nhd or hnd, not {show(text)}") from None
 
 
-def read_spec(args: argparse.Namespace, side_dtype: DType | None) -> CacheSpec:
+def read_spec(args: argparse.Namespace, side_dtype: DType | CacheFormat | None) -> CacheSpec:
     """Return the cache of one side, from a model's configuration or from the flags of its shape."""
-    dtype = side_dtype or _read_dtype("--dtype", args.dtype)
+    stated_type = given("--dtype", args.dtype)
+    dtype = side_dtype or (None if stated_type is None else parse_cache_type(stated_type))
     state_dtype = _read_dtype("--state-dtype", args.state_dtype)
     shape = {"--layers": args.layers, "--kv-heads": args.kv_heads, "--head-dim": args.head_dim}
     stated = [flag for flag, value in shape.items() if value is not None]
@@ -92,6 +99,8 @@ def read_spec(args: argparse.Namespace, side_dtype: DType | None) -> CacheSpec:
     missing = [flag for flag in shape if flag not in stated]
     if missing:
         raise InputError(f"{', '.join(missing)} missing; give them, or --model with a config.json")
+    if isinstance(dtype, CacheFormat):
+        raise InputError(f"{dtype} is a form of MLA latents; give the --model, or use fp8")
     v_head_dim = args.v_head_dim
     return attention(
         layers=whole("--layers", least=0)(args.layers),

@@ -1,4 +1,1 @@
-"""The dashboard: one page, the documents behind it, and drawings of waterfalls.
-
-``routes`` serves them for the discovery service and the router; ``client`` reads them.
-"""
+"""The dashboard: a page, the documents behind it, their client, and drawings of waterfalls."""

@@ -22,10 +22,6 @@ class StatusUnavailable(KvferryError):
     """The requested document is not available; the message says why."""
 
 
-class UnknownRoom(StatusUnavailable):
-    """No endpoint remembers the room."""
-
-
 class StatusClient:
     """Requests to a router or a discovery service, with a token if there is one."""
 
@@ -45,31 +41,24 @@ class StatusClient:
         return self._get("/kvferry/cluster", ClusterStatus)
 
     def trace(self, room: str) -> Waterfall:
-        """Return a room's waterfall. Raise ``UnknownRoom`` if no endpoint remembers it."""
+        """Return a room's waterfall, if any endpoint remembers the room."""
         return self._get(f"/kvferry/traces/{quote(room, safe='')}", Waterfall)
 
     def _get(self, path: str, kind: type[T]) -> T:
-        status, body = self._request(path)
-        try:
-            if status == 200:
-                return msgspec.json.decode(body, type=kind)
-            message = str(msgspec.json.decode(body)["error"]["message"])
-        except (ValueError, KeyError, TypeError) as error:
-            problem = f"an unexpected document (status {status}): {error}"
-            raise StatusUnavailable(f"{self._url} sent {problem}") from None
-        raise (UnknownRoom if status == 404 else StatusUnavailable)(message)
-
-    def _request(self, path: str) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection(*self._address, timeout=TIMEOUT_S)
         try:
             connection.request("GET", path, headers=self._headers)
             response = connection.getresponse()
-            return response.status, response.read(MAX_BYTES)
+            body = response.read(MAX_BYTES)
+            if response.status == 200:
+                return msgspec.json.decode(body, type=kind)
+            message = str(msgspec.json.decode(body)["error"]["message"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise StatusUnavailable(f"{self._url} sent an unexpected document: {error}") from None
         except (OSError, http.client.HTTPException) as error:
             reason = str(error) or type(error).__name__
-            raise StatusUnavailable(
-                f"cannot reach {self._url}: {reason}; give the --url of a router or a discovery "
-                f"service"
-            ) from None
+            remedy = "give the --url of a router or a discovery service"
+            raise StatusUnavailable(f"cannot reach {self._url}: {reason}; {remedy}") from None
         finally:
             connection.close()
+        raise StatusUnavailable(message)

@@ -22,7 +22,13 @@ FILES = "/kvferry/page/"
 CLUSTER = "/kvferry/cluster"
 TRACES = "/kvferry/traces/"
 PLAN = "/kvferry/plan"
-KINDS = {"page.js": "text/javascript", "page.css": "text/css", "icon.svg": "image/svg+xml"}
+INDEX = "index.html"
+KINDS = {
+    INDEX: "text/html",
+    "page.js": "text/javascript",
+    "page.css": "text/css",
+    "icon.svg": "image/svg+xml",
+}
 # No content from other hosts, and no embedding in other pages.
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data: blob:; style-src 'self' "
@@ -55,21 +61,19 @@ class PageRoutes:
     def routes(self) -> list[web.RouteDef]:
         """Return all routes."""
         return [
-            web.get(PAGE, self._page),
-            web.get(FILES + "{file}", self._page_file),
+            web.get(PAGE, self._file),
+            web.get(FILES + "{file}", self._file),
             web.get(CLUSTER, self._cluster),
             web.get(TRACES + "{room:.+}", self._trace),
             web.get(PLAN, self._plan),
         ]
 
-    async def _page(self, request: web.Request) -> web.Response:
-        return _file("index.html", "text/html")
-
-    async def _page_file(self, request: web.Request) -> web.Response:
-        name = request.match_info["file"]
+    async def _file(self, request: web.Request) -> web.Response:
+        name = request.match_info.get("file", INDEX)
         if name not in KINDS:
             raise web.HTTPNotFound
-        return _file(name, KINDS[name])
+        content = files("kvferry.dashboard").joinpath("page", name).read_bytes()
+        return _response(content, KINDS[name])
 
     async def _cluster(self, request: web.Request) -> web.Response:
         return _document(await self._source.look())
@@ -102,10 +106,6 @@ def is_guarded(path: str) -> bool:
 def is_open(path: str) -> bool:
     """Return whether this path is public: the page without its documents."""
     return path == PAGE or path.startswith(FILES)
-
-
-def _file(name: str, kind: str) -> web.Response:
-    return _response(files("kvferry.dashboard").joinpath("page", name).read_bytes(), kind)
 
 
 def _document(content: object, status: int = 200) -> web.Response:

@@ -27,6 +27,11 @@ class Discovery(ABC):
     memory is released because of what a discovery service says.
     """
 
+    @property
+    def status_url(self) -> str:
+        """URL that takes endpoints' reports; empty if a status service may register for that."""
+        return ""
+
     def check(self, record: RankRecord) -> None:  # noqa: B027 - optional
         """Raise ``InputError`` if a rank can be refused without asking the service.
 
@@ -38,11 +43,12 @@ class Discovery(ABC):
         """Register a rank for ``lease_s``, replacing any other incarnation of it."""
 
     @abstractmethod
-    async def renew(self, record: RankRecord, lease_s: float) -> None:
-        """Extend a registration to ``lease_s`` from now.
+    async def renew(self, record: RankRecord, lease_s: float) -> float:
+        """Extend a registration to ``lease_s`` from now; return when to renew it next, in seconds.
 
-        Raises ``NO_LEASE`` if the rank is not registered, and the client registers it again.
-        Raises ``REPLACED`` if another incarnation is registered.
+        A service with many ranks may grant a longer lease, to be renewed less often. Raises
+        ``NO_LEASE`` if the rank is not registered, and the client registers it again. Raises
+        ``REPLACED`` if another incarnation is registered.
         """
 
     @abstractmethod

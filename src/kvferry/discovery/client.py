@@ -41,8 +41,8 @@ Callback = Callable[[InstanceView | None], None]
 
 
 LEASE_S = 10.0
-# Short enough that a restarted service is complete again before it settles.
-MOST_RENEWAL_S = 5.0
+# Longest wait before the first renewal, which tells when the next ones are due.
+FIRST_RENEWAL_S = 5.0
 # Long-poll timeout. Short, so that the reason for a missing instance is recent.
 WAIT_S = 5.0
 LEAVE_S = 2.0
@@ -215,10 +215,9 @@ class DiscoveryClient:
     async def _keep(self, registration: _Registration) -> None:
         """Register, renew, and register again when the service has lost the registration."""
         backoff, is_registered = Backoff(), False
-        pause_s = min(registration.lease_s / 3, MOST_RENEWAL_S)
         while True:
             try:
-                await self._register_or_renew(registration, is_registered)
+                pause_s = await self._register_or_renew(registration, is_registered)
             except DiscoveryError as error:
                 if is_registered and error.fault is DiscoveryFault.NO_LEASE:
                     is_registered = False
@@ -234,13 +233,14 @@ class DiscoveryClient:
             backoff.reset()
             await asyncio.sleep(pause_s)
 
-    async def _register_or_renew(self, registration: _Registration, is_registered: bool) -> None:
+    async def _register_or_renew(self, registration: _Registration, is_registered: bool) -> float:
+        """Return when the next renewal is due, in seconds."""
         if is_registered:
-            await _guarded(self.discovery.renew(registration.record, registration.lease_s))
-            return
+            return await _guarded(self.discovery.renew(registration.record, registration.lease_s))
         await _guarded(self.discovery.register(registration.record, registration.lease_s))
         if not registration.first.done():
             registration.first.set_result(None)
+        return min(registration.lease_s / 3, FIRST_RENEWAL_S)
 
     def _report_failure(
         self, registration: _Registration, error: DiscoveryError, first: bool

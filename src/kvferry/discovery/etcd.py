@@ -41,6 +41,10 @@ from kvferry.ids import Peer
 log = logging.getLogger("kvferry.discovery")
 
 CALL_S = 5.0
+# For all keys below a prefix, tens of megabytes in a large cluster.
+LIST_S = 30.0
+# A watch that is behind for longer, without any event, is taken for lost.
+LATE_S = 2.0
 MAX_ANSWER_BYTES = 64 << 20
 # An etcd cluster has no limits of kvferry's own.
 NO_LIMIT = 1 << 40
@@ -56,6 +60,7 @@ class EtcdDiscovery(Discovery):
         self._gateway = _Gateway(self._address)
         # The lease of each rank that this object has registered.
         self._leases: dict[Peer, str] = {}
+        self._mirror: _Mirror | None = None
 
     def __str__(self) -> str:
         return str(self._address)
@@ -75,7 +80,7 @@ class EtcdDiscovery(Discovery):
         if replaced not in ("0", lease):
             await self._revoke(replaced)
 
-    async def renew(self, record: RankRecord, lease_s: float) -> None:
+    async def renew(self, record: RankRecord, lease_s: float) -> float:
         """Keep the lease alive. Its length stays that of the registration."""
         lease = self._leases.get(record.peer)
         if lease is None:
@@ -83,7 +88,7 @@ class EtcdDiscovery(Discovery):
         answer = await self._gateway.call("lease/keepalive", {"ID": lease})
         if int(answer.get("result", {}).get("TTL", 0)) > 0:
             self._leases[record.peer] = lease
-            return
+            return lease_s / 3
         self._leases.pop(record.peer, None)
         await self._demand_own(record)
         raise _no_lease(record)
@@ -123,12 +128,15 @@ class EtcdDiscovery(Discovery):
                 raise DiscoveryError(DiscoveryFault.INCOMPLETE, registry.explain(name))
 
     async def list(self) -> Summaries:
-        """Read all keys."""
-        registry, _ = await self._read(f"{self._address.prefix}/instances/")
-        return Summaries(registry.summaries())
+        """Return the list from a mirror of all keys, which the first call makes."""
+        if self._mirror is None or self._mirror.is_over:
+            self._mirror = _Mirror(self._gateway, f"{self._address.prefix}/instances/")
+        return await self._mirror.summaries()
 
     async def close(self) -> None:
         """Close the connections."""
+        if self._mirror is not None:
+            await self._mirror.close()
         await self._gateway.close()
 
     # ------------------------------------------------------------ keys and leases
@@ -167,7 +175,7 @@ class EtcdDiscovery(Discovery):
     async def _read(self, prefix: str) -> tuple[InstanceRegistry, int]:
         """Return the records below a prefix as a registry, and the revision that was read."""
         answer = await self._gateway.call("kv/range", _range(prefix))
-        registry = InstanceRegistry("", NO_LIMIT, NO_LIMIT)
+        registry = _new_registry()
         for record in filter(None, map(_decoded, answer.get("kvs", ()))):
             registry.register(record, 0.0, 0.0)
         return registry, int(answer["header"]["revision"])
@@ -188,6 +196,115 @@ class EtcdDiscovery(Discovery):
         return False
 
 
+class _Mirror:
+    """All records below a prefix, read once and kept up to date by one watch.
+
+    Reading all keys for each list would cost etcd and the reader megabytes a second. A task reads
+    and watches, so a caller that gives up does not interrupt it.
+    """
+
+    def __init__(self, gateway: _Gateway, prefix: str) -> None:
+        self._gateway = gateway
+        self._prefix = prefix
+        self._registry = _new_registry()
+        # By key. None for what another program has put there.
+        self._records: dict[str, RankRecord | None] = {}
+        self._views: dict[str, InstanceView] = {}
+        self._listed: tuple[int, Summaries] | None = None
+        self._is_loaded = False
+        self._changed = asyncio.Event()
+        self._num_changes = 0
+        self._task = asyncio.create_task(self._run())
+        # Without a caller that waits, nobody looks at the exception.
+        self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the watch has ended, so that another mirror is needed."""
+        return self._task.done()
+
+    async def close(self) -> None:
+        """End the watch."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def summaries(self) -> Summaries:
+        """Return the list, with every key that exists now. Raises ``DiscoveryError``."""
+        while not self._is_loaded:
+            await self._next_change()
+        counting = _range(self._prefix) | {"count_only": True}
+        answer = await self._gateway.call("kv/range", counting)
+        num_changes = self._num_changes
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LATE_S):
+                while len(self._records) != int(answer.get("count", 0)):
+                    await self._next_change()
+        if num_changes == self._num_changes and len(self._records) != int(answer.get("count", 0)):
+            # The watch hangs, such as on a member that was cut off.
+            self._task.cancel()
+            raise _lost_watch()
+        return self._list()
+
+    async def _next_change(self) -> None:
+        self._changed.clear()
+        changed = asyncio.ensure_future(self._changed.wait())
+        try:
+            await asyncio.wait([changed, self._task], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            changed.cancel()
+        if self._task.done():
+            raise (None if self._task.cancelled() else self._task.exception()) or _lost_watch()
+
+    async def _run(self) -> None:
+        answer = await self._gateway.call("kv/range", _range(self._prefix), LIST_S)
+        for item in answer.get("kvs", ()):
+            self._put(item)
+        self._is_loaded = True
+        self._changed.set()
+        revision = int(answer["header"]["revision"])
+        request = _range(self._prefix) | {"start_revision": str(revision + 1)}
+        async for change in self._gateway.stream("watch", {"create_request": request}):
+            result = change.get("result", {})
+            for event in result.get("events", ()):
+                if event.get("type") == "DELETE":
+                    self._delete(event["kv"]["key"])
+                else:
+                    self._put(event["kv"])
+            self._num_changes += 1
+            self._changed.set()
+            if result.get("canceled"):
+                break
+        raise _lost_watch()
+
+    def _put(self, item: Json) -> None:
+        record = self._records[item["key"]] = _decoded(item)
+        if record is not None:
+            self._registry.register(record, 0.0, 0.0)
+
+    def _delete(self, key: str) -> None:
+        record = self._records.pop(key, None)
+        if record is not None:
+            with suppress(DiscoveryError):
+                self._registry.withdraw(record.instance, record.rank, record.incarnation)
+
+    def _list(self) -> Summaries:
+        revision = self._registry.revision
+        if self._listed is None or self._listed[0] != revision:
+            lines = self._registry.summaries()
+            self._views = {one.name: view for one in lines if (view := self._view_of(one.name))}
+            versions = {name: view.version for name, view in self._views.items()}
+            listed = [
+                msgspec.structs.replace(one, version=versions.get(one.name, "")) for one in lines
+            ]
+            self._listed = revision, Summaries(tuple(listed))
+        return self._listed[1]
+
+    def _view_of(self, name: str) -> InstanceView | None:
+        """Return an instance's view with its version, made anew only after a change."""
+        view, known = self._registry.resolve(name), self._views.get(name)
+        return known if view is not None and view.same_as(known) else _versioned(view)
+
+
 class _Gateway:
     """Requests to the JSON gateway of one etcd cluster. Belongs to one event loop."""
 
@@ -201,13 +318,13 @@ class _Gateway:
         if self._session is not None:
             await self._session.close()
 
-    async def call(self, method: str, body: Json) -> Json:
+    async def call(self, method: str, body: Json, timeout_s: float = CALL_S) -> Json:
         """Return the first answer of a method. Tries each member once."""
         problem = ""
         for _ in self._address.members:
             try:
-                async with asyncio.timeout(CALL_S):
-                    async for answer in self._post(method, body):
+                async with asyncio.timeout(timeout_s):
+                    async for answer in self._post(method, body, timeout_s):
                         return answer
                 problem = "it sent no answer"
             except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -221,7 +338,7 @@ class _Gateway:
     async def stream(self, method: str, body: Json) -> AsyncIterator[Json]:
         """Yield the answers of a method until the member ends the stream."""
         try:
-            async for answer in self._post(method, body, bounded=False):
+            async for answer in self._post(method, body, None):
                 yield answer
         except (aiohttp.ClientError, OSError, ValueError) as error:
             self._member = (self._member + 1) % len(self._address.members)
@@ -229,14 +346,16 @@ class _Gateway:
                 DiscoveryFault.UNREACHABLE, f"lost the connection to {self._address}: {error}"
             ) from None
 
-    async def _post(self, method: str, body: Json, *, bounded: bool = True) -> AsyncIterator[Json]:
+    async def _post(
+        self, method: str, body: Json, timeout_s: float | None = CALL_S
+    ) -> AsyncIterator[Json]:
         session = self._open_session()
         for attempt in range(2):
             async with session.post(
                 f"{self._address.members[self._member]}/v3/{method}",
                 json=body,
                 headers=await self._authorization(session, method),
-                timeout=aiohttp.ClientTimeout(total=CALL_S if bounded else None),
+                timeout=aiohttp.ClientTimeout(total=timeout_s),
             ) as response:
                 if response.status == 401 and attempt == 0:
                     # Tokens expire; ask for a new one.
@@ -265,6 +384,10 @@ class _Gateway:
             connector = aiohttp.TCPConnector(limit=0, ssl=_tls(self._address))
             self._session = aiohttp.ClientSession(connector=connector)
         return self._session
+
+
+def _new_registry() -> InstanceRegistry:
+    return InstanceRegistry("", NO_LIMIT, NO_LIMIT)
 
 
 def _tls(address: EtcdAddress) -> ssl.SSLContext | bool:
@@ -331,6 +454,12 @@ def _versioned(view: InstanceView | None) -> InstanceView | None:
         return None
     plain = msgspec.json.encode(msgspec.structs.replace(view, version=""))
     return msgspec.structs.replace(view, version=hashlib.sha256(plain).hexdigest()[:32])
+
+
+def _lost_watch() -> DiscoveryError:
+    return DiscoveryError(
+        DiscoveryFault.UNREACHABLE, "the watch of all instances has ended; etcd may be restarting"
+    )
 
 
 def _no_lease(record: RankRecord) -> DiscoveryError:

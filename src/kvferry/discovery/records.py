@@ -58,7 +58,7 @@ class DiscoveryError(KvferryError):
 
 
 class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What one incarnation of one rank registers.
+    """Registration of one incarnation of one rank.
 
     ``control`` is the address of its control channel. ``metadata`` is for peers; the discovery
     service does not interpret it.
@@ -134,13 +134,16 @@ class InstanceView(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """One line of the list of instances. ``note`` says what an incomplete instance lacks."""
+    """One line of the list of instances.
+
+    ``registered`` are the ranks that have registered, ``note`` says what the instance lacks.
+    """
 
     name: str
     complete: bool
     version: str
     num_ranks: int
-    registered: int
+    registered: tuple[int, ...]
     transport: str
     fingerprint: str
     layout: str
@@ -148,9 +151,10 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 class Summaries(msgspec.Struct, frozen=True):
-    """The list of instances."""
+    """The list of instances. ``version`` is empty if the service does not number its lists."""
 
     instances: tuple[Summary, ...]
+    version: str = ""
 
 
 def demand_name(name: str) -> None:

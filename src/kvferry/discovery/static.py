@@ -127,9 +127,10 @@ class StaticDiscovery(Discovery):
         except InputError as error:
             raise DiscoveryError(DiscoveryFault.MALFORMED, str(error)) from None
 
-    async def renew(self, record: RankRecord, lease_s: float) -> None:
+    async def renew(self, record: RankRecord, lease_s: float) -> float:
         """Do nothing, as entries have no lease. Refuses a rank without an entry."""
         self._demand_listed(record)
+        return lease_s / 3
 
     async def withdraw(self, record: RankRecord) -> None:
         """Do nothing, as the list is fixed. Refuses a rank without an entry."""
@@ -176,12 +177,14 @@ class _ModelLayout(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     pp: int = 1
     cp: int = 1
     stages: tuple[int, ...] = ()
+    dcp: int = 1
+    interleave: int = 1
     page_tokens: int = 16
     order: Order = Order.NHD
 
     def layout(self, folder: Path) -> Layout:
         spec = spec_from_config(read_config(folder / self.config), self.dtype)
-        sharding = Parallel(self.tp, self.pp, self.cp, self.stages)
+        sharding = Parallel(self.tp, self.pp, self.cp, self.stages, self.dcp, self.interleave)
         return Layout(spec, sharding, page_tokens=self.page_tokens, order=self.order)
 
 
@@ -194,9 +197,9 @@ def _instance(entry: dict[str, Any], folder: Path) -> StaticInstance:
 
 
 def _summary(view: InstanceView) -> Summary:
-    num_ranks = len(view.ranks)
+    ranks = tuple(range(len(view.ranks)))
     about = view.transport, view.fingerprint or "", str(view.layout)
-    return Summary(view.name, True, view.version, num_ranks, num_ranks, *about, "")
+    return Summary(view.name, True, view.version, len(ranks), ranks, *about, "")
 
 
 def _control(address: str) -> str:

@@ -10,7 +10,7 @@ import msgspec
 from kvferry.config import ProtocolConfig
 from kvferry.errors import InputError
 from kvferry.plan.choose import TransferMode
-from kvferry.plan.cost import DEFAULT_BUDGET_BYTES, LinkCost
+from kvferry.plan.cost import LinkCost
 
 # A trace event takes some 150 bytes, and a room of one chunk has some ten events at each rank.
 MAX_TRACE_EVENTS = 1 << 22
@@ -21,8 +21,8 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     ``host``, ``port``: the numeric address that peers reach this endpoint at, and the port of a
     source's control channel. Port 0 takes any free port.
-    ``staging_bytes``: budget for staging slots. The endpoint allocates 1 MiB more (4 MiB on a
-    GPU) to measure links. 0 turns staging and measuring off.
+    ``staging_bytes``: budget for staging slots. None: 64 MiB, or 128 MiB on a GPU. The endpoint
+    allocates 1 MiB more (4 MiB on a GPU) to measure links. 0 turns staging and measuring off.
     ``slot_bytes``: size of a slot. None chooses one that suits the pools' device.
     ``mode``: always use this transfer mode instead of the fastest one by the cost model.
     ``link_cost``: use this cost model and do not measure links.
@@ -40,7 +40,7 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     host: str = "127.0.0.1"
     port: int = 0
-    staging_bytes: int = DEFAULT_BUDGET_BYTES
+    staging_bytes: int | None = None
     slot_bytes: int | None = None
     mode: TransferMode | None = None
     link_cost: LinkCost | None = None
@@ -55,7 +55,8 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
             raise InputError(f"port must be from 0 to 65535, not {self.port}")
-        if self.staging_bytes < 0 or (self.slot_bytes is not None and self.slot_bytes <= 0):
+        slot_bytes, staging_bytes = self.slot_bytes, self.staging_bytes
+        if (staging_bytes or 0) < 0 or (slot_bytes is not None and slot_bytes <= 0):
             raise InputError("staging_bytes must be 0 or more, and slot_bytes above 0")
         if not 0 <= self.trace_events <= MAX_TRACE_EVENTS:
             raise InputError(

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from kvferry.endpoint.one_time_result import OneTimeResult
 from kvferry.ids import Room
+from kvferry.plan.plan import Block
 from kvferry.protocol.outcome import Done, Failure, Outcome, Status
 from kvferry.telemetry.steps import NO_TAG
 
@@ -22,15 +23,20 @@ from kvferry.telemetry.steps import NO_TAG
 class Handle:
     """State of one room at one rank: its status, its outcome, and whether its memory is free."""
 
-    def __init__(self, room: Room, deadline: float = inf) -> None:
+    def __init__(
+        self, room: Room, deadline: float = inf, abort: Callable[[Any], None] = lambda _: None
+    ) -> None:
         self.room = room
         self.deadline = deadline
         self.status = Status.CONNECTING
         self.begun = monotonic()
         # Source only: when the engine closed the room. Observers read it.
         self.finished: float | None = None
+        # Target only: blocks of a failed room that the engine must not use; None for all.
+        self.unusable: tuple[Block, ...] | None = None
         # The engine's request, for logs and traces.
         self.tag = NO_TAG
+        self._abort = abort
         self._outcome: OneTimeResult[Outcome] = OneTimeResult()
         self._released: OneTimeResult[Literal[True]] = OneTimeResult()
 
@@ -57,6 +63,10 @@ class Handle:
         """Whether the engine may reuse the room's pages."""
         return self._released.value is not None
 
+    def abort(self) -> None:
+        """Fail the room with code ``aborted``. Its pages stay held until ``released``."""
+        self._abort(self)
+
     def wait(self, timeout_s: float | None = None) -> Outcome:
         """Wait for the outcome and return it. Raises ``TimeoutError`` after ``timeout_s`` seconds.
 
@@ -76,10 +86,7 @@ class Handle:
         self._outcome.add_callback(callback)
 
     def on_release(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when the pages may be reused: on the loop thread, or at once.
-
-        The callback must not wait. An exception that it raises is logged.
-        """
+        """Call ``callback`` when the pages may be reused, with the same rules as ``on_end``."""
         self._released.add_callback(lambda _: callback())
 
     def __await__(self) -> Generator[Any, None, Outcome]:

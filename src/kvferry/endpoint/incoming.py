@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvferry.discovery.records import InstanceView
 from kvferry.endpoint.handles import Handle
 from kvferry.ids import Op, Peer
 from kvferry.layout.layout import Layout, find_shard
 from kvferry.layout.pages import local_pages
-from kvferry.plan.plan import Block
+from kvferry.plan.plan import Block, Request
 from kvferry.protocol.events import ReceiveRequest
-from kvferry.protocol.inbound import TargetRoom
 from kvferry.protocol.messages import PageTableMessage
 from kvferry.protocol.outcome import Done
 
@@ -30,16 +29,13 @@ class Incoming(Handle):
         rank: int,
         abort: Callable[[Incoming], None],
     ) -> None:
-        super().__init__(request.room, request.deadline)
+        super().__init__(request.room, request.deadline, abort)
         self.request = request
         # The instance's name, or the view that the engine gave.
         self.prefill = prefill
         self._layout = layout
         self._rank = rank
-        self._abort = abort
-        self._bad: dict[str, list[int]] | None = None
-        # For the loop thread: the machine's state of the room, and each source's last scatter.
-        self.machine_room: TargetRoom | None = None
+        # For the loop thread: each source's last scatter.
         self.last_scatter: dict[Peer, Op] = {}
 
     @property
@@ -55,15 +51,10 @@ class Incoming(Handle):
         """
         if self.failure is None:
             return {}
-        return (
-            requested_pages(self._layout, self._rank, self.request)
-            if self._bad is None
-            else self._bad
-        )
-
-    def set_missing(self, missing: list[Block]) -> None:
-        """Record, before the room fails, that only these blocks lack data. Loop thread only."""
-        self._bad = pages_of(self._layout, self._rank, self.request.tables, missing)
+        blocks: Iterable[Block] | None = self.unusable
+        if blocks is None:
+            blocks = requested_blocks(self._layout, self._rank, self.request.request)
+        return pages_of(self._layout, self._rank, self.request.tables, blocks)
 
     @property
     def metadata(self) -> bytes:
@@ -71,23 +62,19 @@ class Incoming(Handle):
         outcome = self.outcome
         return outcome.metadata if isinstance(outcome, Done) else b""
 
-    def abort(self) -> None:
-        """Fail the room with code ``aborted``. Its pages stay held until ``released``."""
-        self._abort(self)
 
-
-def requested_pages(layout: Layout, rank: int, request: ReceiveRequest) -> dict[str, list[int]]:
-    """Return per group every page to be written, which excludes the cached prefix."""
-    tokens, prefix = request.request.num_tokens, request.request.prefix
-    owed = [
+def requested_blocks(layout: Layout, rank: int, request: Request) -> list[Block]:
+    """Return every block to be written, which excludes the cached prefix."""
+    tokens, prefix = request.num_tokens, request.prefix
+    owed = (
         Block(shard.group, shard.layers, layout.spec.group(shard.group).owed(tokens, prefix))
         for shard in layout.rank_shards(rank)
-    ]
-    return pages_of(layout, rank, request.tables, [block for block in owed if len(block.tokens)])
+    )
+    return [block for block in owed if len(block.tokens)]
 
 
 def pages_of(
-    layout: Layout, rank: int, tables: tuple[PageTableMessage, ...], blocks: list[Block]
+    layout: Layout, rank: int, tables: tuple[PageTableMessage, ...], blocks: Iterable[Block]
 ) -> dict[str, list[int]]:
     """Return per group the pages that hold any of the blocks, in token order."""
     shards = layout.rank_shards(rank)

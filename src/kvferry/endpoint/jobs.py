@@ -91,18 +91,18 @@ class WriteJob:
         self.num_bytes, self.num_pieces = self.binding.size
         return self.num_bytes <= INLINE_BYTES and self.num_pieces <= INLINE_PIECES
 
-    def start(self, transport: Transport) -> Binding:
-        """Note the start time and return the binding that the transport is to write."""
-        binding, self.transport = self.binding, transport.name
-        if self.local is None and not transport.maps_peer:
-            binding = binding.merged()
+    def start(self, transport: Transport) -> None:
+        """Note the start time and the transport that is to write ``binding``."""
+        self.transport = transport.name
         self.started = time.monotonic()
-        return binding
 
-    def describe(self, written: Binding) -> None:
+    def describe(self, transport: Transport) -> None:
         """Compute size and mode for observers. May take as long as starting the write did."""
-        if written is not self.binding or not self.num_pieces:
-            self.num_bytes, self.num_pieces = written.size
+        if self.local is None and not transport.maps_peer:
+            # As the transport merges them.
+            self.num_bytes, self.num_pieces = self.binding.merged().size
+        elif not self.num_pieces:
+            self.num_bytes, self.num_pieces = self.binding.size
         if self.local is None:
             self.mode = TransferMode.RUNS if self.binding.contiguous else TransferMode.SLICES
 
@@ -118,10 +118,7 @@ class WriteJob:
 
 @dataclass(slots=True, eq=False)
 class ScatterJob:
-    """One copy of a slot into its pages.
-
-    ``when_idle`` prepares the next copy. A GPU copier calls it while nothing else runs.
-    """
+    """One copy of a slot into its pages. An idle GPU prepares the next one with ``when_idle``."""
 
     action: Scatter
     bind: Callable[[], Binding]

@@ -59,16 +59,12 @@ class LayerPushTuner:
         spec, shards = layout.spec, layout.rank_shards(rank)
         numbers = {n for one in shards for n in spec.group(one.group).layers_in(one.layers)}
         self.first, self.end = min(numbers), max(numbers) + 1
+        self.num_layers = self.end - self.first
         self._num_tensors = max(len(spec.group(one.group).tensors) for one in shards)
         self._token_bytes = max(len(one.units) * spec.group(one.group).unit_bytes for one in shards)
         # Seconds per token and layer; None before the first timed step.
         self._token_s: float | None = None
         self._timing: LayerTiming | None = None
-
-    @property
-    def num_layers(self) -> int:
-        """Number of layers that this rank holds."""
-        return self.end - self.first
 
     def begin(self, num_tokens: int) -> None:
         """Start timing a step that computes ``num_tokens`` tokens."""
@@ -111,12 +107,11 @@ class LayerPushTuner:
             self._token_s = latest if self._token_s is None else (self._token_s + latest) / 2
 
 
-def _elapsed_s(began: TimedEvent | float, ended: TimedEvent | float) -> float | None:
-    if isinstance(began, float) and isinstance(ended, float):
-        return ended - began
-    assert not isinstance(began, float)
-    assert not isinstance(ended, float)
-    return began.elapsed_time(ended) / 1e3 if ended.query() else None
+def _elapsed_s(began: Any, ended: Any) -> float | None:
+    """Return the seconds between two marks of one kind; None before the second event happens."""
+    if isinstance(began, float):
+        return float(ended - began)
+    return float(began.elapsed_time(ended)) / 1e3 if ended.query() else None
 
 
 class EventRecorder:
@@ -127,6 +122,7 @@ class EventRecorder:
 
     def __init__(self, device: Any) -> None:
         self._device = device
+        self._on_gpu = device.type == "cuda"
 
     def computed(self) -> Waitable | None:
         """Return an event behind all work queued on the device; None on a CPU."""
@@ -135,10 +131,6 @@ class EventRecorder:
     def now(self) -> TimedEvent | float:
         """Return a timed event behind all work queued on the device; on a CPU, the clock."""
         return self._event(timing=True) if self._on_gpu else time.perf_counter()
-
-    @property
-    def _on_gpu(self) -> bool:
-        return bool(self._device.type == "cuda")
 
     def _event(self, *, timing: bool) -> Any:
         import torch  # noqa: PLC0415 - not installed everywhere

@@ -3,11 +3,13 @@
 The transport thread makes these writes, into the peer's scratch memory, one after another when a
 link is new. Two sizes in one piece separate the fixed cost of a write from the cost of its bytes:
 over a GPU's links 1 MiB takes hardly longer than 1 KiB, so a single size would make the link look
-slow. Many pieces of two sizes give the cost of a descriptor for slices and for runs of whole pages.
+slow. Two numbers of small pieces separate the fixed cost of listing descriptors from that of each.
+Large pieces give the cost of a descriptor for runs of whole pages.
 """
 
 from __future__ import annotations
 
+import ctypes
 import time
 from functools import cache
 
@@ -26,10 +28,16 @@ from kvferry.transports.base import Transport
 
 LITTLE_BYTES = 128 << 10
 PIECE_BYTES = SMALL_PIECE_BYTES
-NUM_PIECES, NUM_RUNS = 64, 8
+FEW_PIECES, NUM_PIECES = 64, 256
+# Large pieces overlap, because scratch memory does not hold as many as it takes to measure one.
+_RUN_STRIDE = (SCRATCH_BYTES - LARGE_PIECE_BYTES) // FEW_PIECES
 # The first write pays for connecting. Of each kind the best time counts, because other load on
 # the machine only adds time.
-STEPS = ("first", *("bulk", "little", "pieces", "runs") * 4)
+STEPS = ("first", *("bulk", "little", "few", "pieces", "runs") * 4)
+# Larger than most caches: pages have left the cache when they are sent.
+_COPIED_BYTES = 32 << 20
+# How much larger a large piece is than a small one.
+_MORE_BYTES = LARGE_PIECE_BYTES - PIECE_BYTES
 # The bandwidth is a difference of two noisy times. Limit it to this multiple of the bandwidth of
 # a whole bulk write, and the cost of a run to this fraction of that of a small piece.
 MAX_SPEEDUP, MAX_DISCOUNT = 16, 8
@@ -46,7 +54,7 @@ def default_link_costs(config: EndpointConfig, setup: EndpointSetup) -> dict[str
             transport.name,
             device,
             slot_bytes=slots.pool.slot_bytes if slots else None,
-            copy_bytes_per_s=copy_speed() if device.is_host else None,
+            copy_bytes_per_s=copy_speed() if device.is_host and not transport.maps_peer else None,
             maps_peer=transport.maps_peer,
         )
 
@@ -56,8 +64,10 @@ def default_link_costs(config: EndpointConfig, setup: EndpointSetup) -> dict[str
 @cache
 def copy_speed() -> float:
     """Return the CPU's bytes per second when gathering small pieces, measured once a process."""
-    source, target = allocate(2 * SCRATCH_BYTES), allocate(2 * SCRATCH_BYTES)
-    pieces = scattered(Base(0, 0, 0), Base(0, 0, 0), SCRATCH_BYTES // PIECE_BYTES)
+    source, target = allocate(_COPIED_BYTES), allocate(_COPIED_BYTES)
+    # Memory that was never written is one page of zeros, which stays in the cache.
+    ctypes.memset(source.region.address, 1, _COPIED_BYTES)
+    pieces = scattered(Base(0, 0, 0), Base(0, 0, 0), _COPIED_BYTES // (2 * PIECE_BYTES))
     addresses = (source.region.address,), (target.region.address,)
     copy_binding(pieces, *addresses)
     seconds = []
@@ -65,7 +75,7 @@ def copy_speed() -> float:
         begin = time.perf_counter()
         copy_binding(pieces, *addresses)
         seconds.append(time.perf_counter() - begin)
-    return SCRATCH_BYTES / min(seconds)
+    return pieces.num_bytes / min(seconds)
 
 
 class Calibration:
@@ -83,10 +93,13 @@ class Calibration:
         if not self._remaining:
             return None
         match self._remaining[0]:
+            case "few":
+                return scattered(self._local, self._remote, FEW_PIECES)
             case "pieces":
                 return scattered(self._local, self._remote, NUM_PIECES)
             case "runs":
-                return scattered(self._local, self._remote, NUM_RUNS, LARGE_PIECE_BYTES)
+                ends = self._local, self._remote
+                return scattered(*ends, FEW_PIECES, LARGE_PIECE_BYTES, _RUN_STRIDE)
             case "little":
                 return Binding.bulk(self._local, self._remote, LITTLE_BYTES)
             case _:
@@ -98,15 +111,14 @@ class Calibration:
 
     def link_cost(self, before: LinkCost) -> LinkCost:
         """Return ``before`` with the measured fields replaced."""
-        bulk_s, little_s = min(self._seconds["bulk"]), min(self._seconds["little"])
+        bulk_s, little_s, few_s, pieces_s, runs_s = (min(self._seconds[k]) for k in STEPS[1:6])
         bytes_per_s = _bandwidth(self._num_bytes, bulk_s, little_s)
         write_s = max(little_s - LITTLE_BYTES / bytes_per_s, 0.0)
-        pieces_s, runs_s = min(self._seconds["pieces"]), min(self._seconds["runs"])
-        rest_s = pieces_s - write_s - NUM_PIECES * PIECE_BYTES / bytes_per_s
-        # If every bulk write was delayed, the rest may be zero or negative; without a lower bound
+        each_s = (pieces_s - few_s) / (NUM_PIECES - FEW_PIECES) - PIECE_BYTES / bytes_per_s
+        # If the few were delayed, the difference may be too small; without a lower bound
         # descriptors would then seem to cost nothing.
-        descriptor_s = max(rest_s, pieces_s / 4, 1e-9) / NUM_PIECES
-        run_s = (runs_s - write_s - NUM_RUNS * LARGE_PIECE_BYTES / bytes_per_s) / NUM_RUNS
+        descriptor_s = max(each_s, pieces_s / 4 / NUM_PIECES, 1e-12)
+        run_s = (runs_s - few_s) / FEW_PIECES + descriptor_s - _MORE_BYTES / bytes_per_s
         return replace(
             before,
             descriptor_s=descriptor_s,
@@ -126,10 +138,14 @@ def _bandwidth(num_bytes: int, bulk_s: float, little_s: float) -> float:
 
 
 def scattered(
-    source: Base, target: Base, num_pieces: int, piece_bytes: int = PIECE_BYTES
+    source: Base,
+    target: Base,
+    num_pieces: int,
+    piece_bytes: int = PIECE_BYTES,
+    stride: int | None = None,
 ) -> Binding:
-    """Return a write of equal pieces with gaps between them, so that none can be merged."""
-    offsets = np.arange(num_pieces, dtype=np.int64) * 2 * piece_bytes
+    """Return a write of equal pieces that cannot be merged: by default with gaps of their size."""
+    offsets = np.arange(num_pieces, dtype=np.int64) * (stride or 2 * piece_bytes)
     one = np.ones(num_pieces, dtype=np.int64)
     flat = Stride(piece_bytes, piece_bytes)
     pieces = Pieces(offsets, offsets, one * piece_bytes, one, one, flat, flat, whole_pages=True)

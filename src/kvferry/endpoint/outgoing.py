@@ -6,13 +6,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from kvferry.digest import checked_digest
 from kvferry.endpoint.arguments import bytes_of, check_event, span_of, token_count
 from kvferry.endpoint.handles import Handle
 from kvferry.errors import InputError, Misuse
 from kvferry.ids import Room
-from kvferry.layout.coverage import Coverage
-from kvferry.layout.intervals import Span, SpanSet
+from kvferry.layout.intervals import Span
 from kvferry.memory.page_tables import (
     Chunk,
     PageHistory,
@@ -23,7 +21,7 @@ from kvferry.memory.page_tables import (
 )
 from kvferry.plan.choose import TransferMode
 from kvferry.protocol.events import Event, Finish, Prepare, Push
-from kvferry.protocol.messages import MAX_METADATA
+from kvferry.protocol.outbound import PushedSpans
 
 
 class Waitable(Protocol):
@@ -59,15 +57,13 @@ class Outgoing(Handle):
         submit: Callable[[Outgoing, PendingStep], None],
         abort: Callable[[Outgoing], None],
     ) -> None:
-        super().__init__(room, deadline)
+        super().__init__(room, deadline, abort)
         self._validator = validator
         self._submit = submit
-        self._abort = abort
         self._all_layers = Span(0, validator.num_layers)
-        self._pushed = Coverage()
+        self._pushed = PushedSpans()
         self._reach = PageHistory()
         self._rows: dict[str, int] = {}
-        self._pushed_states = SpanSet()
         self._state_ends: set[int] = set()
         self._closed = False
         # Bytes written for the room by mode, and number of writes; final once it is released.
@@ -116,26 +112,14 @@ class Outgoing(Handle):
         some = None if layers is None else span_of(layers, "layers", self._all_layers.end)
         chunk = self._validator.chunk(span, pages, some, self._reach.latest)
         rows = {} if states is None else self._validator.rows(states, some, self._rows)
-        self._check_not_pushed(span, some or self._all_layers, bool(rows))
+        event = Push(self.room, span, some, bool(rows))
+        self._pushed.check(event, some or self._all_layers)
         self._reach.extend(chunk)
-        self._pushed.add(some or self._all_layers, span)
+        self._pushed.add(event, some or self._all_layers)
         if rows:
             self._rows |= rows
-            self._pushed_states.add(some or self._all_layers)
             self._state_ends.add(span.end)
-        self._submit(self, PendingStep(Push(self.room, span, some, bool(rows)), after, chunk, rows))
-
-    def _check_not_pushed(self, tokens: Span, layers: Span, states: bool) -> None:
-        if self._pushed.overlaps(layers, tokens):
-            raise Misuse(
-                f"room {self.room!r}: some of the tokens {tokens} of layers {layers} were pushed "
-                f"before; push each once"
-            )
-        if states and self._pushed_states.overlaps(layers):
-            raise Misuse(
-                f"room {self.room!r}: state rows of layers {layers} were pushed before; "
-                f"push each once"
-            )
+        self._submit(self, PendingStep(event, after, chunk, rows))
 
     def close(
         self,
@@ -160,22 +144,16 @@ class Outgoing(Handle):
         self._check_open("close")
         check_event(after)
         data = bytes_of(metadata, "metadata")
-        if len(data) > MAX_METADATA:
-            raise InputError(f"metadata must have at most {MAX_METADATA} bytes, not {len(data)}")
         rows = self._validator.rows(states, known=self._rows)
-        num_tokens = self._pushed.end if tokens is None else token_count(tokens)
+        num_tokens = self._pushed.tokens.end if tokens is None else token_count(tokens)
         if self._state_ends - {num_tokens}:
             raise InputError(
                 f"state rows were pushed with tokens up to {min(self._state_ends)} of "
                 f"{num_tokens}; push them with the last tokens, or pass them to close()"
             )
-        finish = Finish(self.room, num_tokens, data, checked_digest(digest))
+        finish = Finish(self.room, num_tokens, data, digest)
         self._closed = True
         self._submit(self, PendingStep(finish, after, None, rows))
-
-    def abort(self) -> None:
-        """Fail the room with code ``aborted``. Its pages stay held until ``released``."""
-        self._abort(self)
 
     def _check_open(self, call: str) -> None:
         if self._closed:

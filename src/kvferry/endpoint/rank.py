@@ -7,15 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import ExitStack
-from types import TracebackType
 from typing import ClassVar, Generic, Self, TypeVar
 
 from prometheus_client import CollectorRegistry
 
 from kvferry.discovery.base import Discovery
 from kvferry.discovery.client import DiscoveryClient
-from kvferry.discovery.http.backend import HttpDiscovery
-from kvferry.discovery.http.reporter import StatusReporter
+from kvferry.discovery.http.reporter import StatusReporter, follow_status_service
+from kvferry.discovery.static import StaticDiscovery
 from kvferry.endpoint.arguments import deadline_in
 from kvferry.endpoint.config import EndpointConfig
 from kvferry.endpoint.control.unix import UnixListener
@@ -30,7 +29,7 @@ from kvferry.endpoint.loop.poller import Poller
 from kvferry.endpoint.loop.rooms import RoomTable
 from kvferry.endpoint.loop.sides import LoopSide
 from kvferry.endpoint.runner.runner import PeerGone
-from kvferry.endpoint.setup import EndpointSetup, Member, set_up
+from kvferry.endpoint.setup import EndpointSetup, new_incarnation, set_up
 from kvferry.endpoint.transport_thread import TransportThread
 from kvferry.ids import Peer, Room
 from kvferry.layout.layout import Layout
@@ -38,6 +37,7 @@ from kvferry.layout.spec import StateRow
 from kvferry.memory.copy.devices import copier_on
 from kvferry.memory.page_tables import PageTableValidator
 from kvferry.memory.pools import Memory, PoolArrays
+from kvferry.protocol.links import Identity
 from kvferry.protocol.outcome import Status
 from kvferry.security.keys import ClusterKey
 from kvferry.telemetry.endpoint import EndpointTelemetry
@@ -90,14 +90,11 @@ class RankEndpoint(ABC, Generic[H]):
         observer: Observer | None = None,
     ) -> None:
         config = config or EndpointConfig()
-        member = Member(name, rank, layout, model)
+        identity = Identity(Peer(name, rank), new_incarnation(), layout, model)
         with ExitStack() as undo:
             listener = self._listen(config, key, undo)
             setup = set_up(
-                *(member, pools, transport, config),
-                writable=self.writable,
-                max_slots=self._max_slots(config),
-                listener=listener,
+                *(identity, pools, transport, config), writable=self.writable, listener=listener
             )
             undo.callback(setup.close)
             self._telemetry = EndpointTelemetry(
@@ -120,13 +117,13 @@ class RankEndpoint(ABC, Generic[H]):
         held, lacked = setup.transports.names, setup.transports.lacked
         log.info(
             "transports endpoint=%s held=%s lacked=%r",
-            *(member.peer, ",".join(held), "; ".join(f"{a}: {b}" for a, b in lacked.items())),
+            *(setup.me, ",".join(held), "; ".join(f"{a}: {b}" for a, b in lacked.items())),
         )
         self._start_threads(key)
         self._reporter: StatusReporter | None = None
-        if client and config.trace_events and isinstance(client.discovery, HttpDiscovery):
-            url, incarnation = str(client.discovery), setup.incarnation
-            self._reporter = StatusReporter(url, key, member.peer, incarnation, self.view)
+        if client and config.trace_events and not isinstance(client.discovery, StaticDiscovery):
+            self._reporter = StatusReporter(key, setup.me, setup.identity.incarnation, self.view)
+            follow_status_service(client, self._reporter.report_to)
 
     @abstractmethod
     def _listen(
@@ -139,17 +136,13 @@ class RankEndpoint(ABC, Generic[H]):
     ) -> None:
         """Register this rank in the discovery service, where it has one and peers look it up."""
 
-    @abstractmethod
-    def _max_slots(self, config: EndpointConfig) -> int:
-        """Return the limit for the number of staging slots."""
-
     def _start_threads(self, key: ClusterKey | None) -> None:
-        setup, me = self._setup, self._setup.member.peer
+        setup, me = self._setup, self._setup.me
         self._observer = self._telemetry.observer
-        self._inbox, self._poller = Inbox[object](), Poller()
+        self._inbox, self._poller = Inbox(), Poller()
         put = self._inbox.put
         self._rooms: RoomTable[H] = RoomTable(me, self._observer)
-        self._transport_thread = TransportThread(setup.transports, put, f"kvferry-transport-{me}")
+        self._transport_thread = TransportThread(setup.transports, put, me)
         device = setup.memory.device
         self._copier: Copier = (
             CopyThread(f"kvferry-copy-{me}", put, self._transport_thread.write)
@@ -159,7 +152,7 @@ class RankEndpoint(ABC, Generic[H]):
         self._prober = Prober(put, f"kvferry-prober-{me}")
         self._side = self._make_side(key)
         self._loop = EndpointLoop(
-            self._side,
+            side=self._side,
             setup=setup,
             inbox=self._inbox,
             poller=self._poller,
@@ -191,7 +184,7 @@ class RankEndpoint(ABC, Generic[H]):
     @property
     def liveness_port(self) -> Address:
         """Address that peers probe to find out whether this incarnation is alive."""
-        return self._setup.metadata.liveness_port
+        return self._setup.liveness_port.address
 
     def statuses(self, rooms: Iterable[Room]) -> list[Status | None]:
         """Return the status of many rooms at once; None for a room that is released."""
@@ -265,40 +258,24 @@ class RankEndpoint(ABC, Generic[H]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def _fixed_view(setup: EndpointSetup, role: str) -> EndpointStatus:
     """Return the part of an endpoint's view that does not change."""
-    member = setup.member
+    me, layout = setup.me, setup.identity.layout
+    rows = {group.name for group in layout.spec.groups if isinstance(group.kind, StateRow)}
+    paged = [each for each in setup.memory.map.placements if each.group not in rows]
     return EndpointStatus(
-        instance=member.name,
-        rank=member.rank,
+        instance=me.instance,
+        rank=me.rank,
         role=role,
-        incarnation=setup.incarnation,
+        incarnation=setup.identity.incarnation,
         clock=0.0,
         wall=0.0,
         transport=",".join(setup.transports.names),
-        sharding=str(member.layout),
-        num_ranks=member.layout.num_ranks,
         staging_bytes=setup.staging_bytes,
-        pages=num_pages(setup),
-        layout=member.layout,
+        pages=max((each.num_pages for each in paged), default=0),
+        layout=layout,
     )
-
-
-def num_pages(setup: EndpointSetup) -> int:
-    """Return the number of pages of the largest paged pool."""
-    groups = {group.name: group for group in setup.member.layout.spec.groups}
-    paged = [
-        placement.num_pages
-        for placement in setup.memory.map.placements
-        if not isinstance(groups[placement.group].kind, StateRow)
-    ]
-    return max(paged, default=0)

@@ -1,9 +1,4 @@
-"""Combines the outcomes of one room at all ranks of an instance.
-
-Each rank has its own endpoint, and a room ends on each separately. The program that drives the
-ranks collects their outcomes by its own means (a pipe, a collective, a scheduler) and passes them
-to ``RankAgreement``.
-"""
+"""Combines the outcomes of one room at all ranks of an instance."""
 
 from __future__ import annotations
 
@@ -15,8 +10,9 @@ from kvferry.protocol.outcome import Done, Failure, FailureCode, Outcome, Status
 
 
 class RankAgreement:
-    """State of one room over ``num_ranks`` ranks. Not thread-safe; does nothing by itself.
+    """State of one room over ``num_ranks`` ranks. Not thread-safe.
 
+    The program that drives the ranks collects their outcomes by its own means, such as a pipe.
     One failure fails the room; it is done when all ranks are done; its pages are free when they
     are free on every rank. Only the first outcome of a rank counts. ``carried`` has the bytes
     written by mode: final once all ranks have released the room, and empty on targets.

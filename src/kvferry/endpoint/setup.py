@@ -7,6 +7,8 @@ import secrets
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from kvferry.discovery.records import demand_name
 from kvferry.endpoint.config import EndpointConfig
 from kvferry.endpoint.control.unix import UnixListener
@@ -22,7 +24,7 @@ from kvferry.memory.staging import SlotPool, allocate, slots_for
 from kvferry.plan.cost import slots_on
 from kvferry.protocol.checks import pools_problem
 from kvferry.protocol.links import Identity
-from kvferry.protocol.messages import MAX_SLOTS, Staging, TransportOffers
+from kvferry.protocol.messages import MAX_SLOTS, Staging
 from kvferry.regions import Region
 from kvferry.transports.base import Transport, TransportSetup
 from kvferry.transports.registry import load, transport_class
@@ -124,45 +126,21 @@ class StagingMemory(NamedTuple):
         return self.region.address + self.pool.offset(slot)
 
 
-class Member(NamedTuple):
-    """The rank, instance and model that an endpoint belongs to."""
-
-    name: str
-    rank: int
-    layout: Layout
-    model: str
-
-    @property
-    def peer(self) -> Peer:
-        """The endpoint's id in the cluster."""
-        return Peer(self.name, self.rank)
-
-
 class EndpointSetup(NamedTuple):
     """Parts of an endpoint that need no thread."""
 
-    member: Member
+    identity: Identity
     memory: Memory
     slots: StagingMemory | None
     transports: TransportSet
-    offers: TransportOffers
-    incarnation: int
     liveness_port: LivenessPort
-    metadata: PeerMetadata
     # Base addresses of the pools' regions. Copiers recognize this object, so share it.
     addresses: tuple[int, ...]
 
     @property
-    def identity(self) -> Identity:
-        """Identity that the machine sends in the handshake."""
-        return Identity(
-            self.member.peer,
-            self.incarnation,
-            self.member.layout,
-            self.member.model,
-            self.metadata.encode(),
-            self.offers,
-        )
+    def me(self) -> Peer:
+        """The endpoint's id in the cluster."""
+        return self.identity.peer
 
     @property
     def staging_bytes(self) -> int:
@@ -183,28 +161,32 @@ class EndpointSetup(NamedTuple):
 
 
 def set_up(
-    member: Member,
+    identity: Identity,
     pools: Memory | PoolArrays,
     transport: str | Transport | TransportSet,
     config: EndpointConfig,
     *,
     writable: bool,
-    max_slots: int,
     listener: UnixListener | None = None,
 ) -> EndpointSetup:
-    """Set up an endpoint. If it raises, nothing is left open."""
+    """Set up an endpoint, and complete its identity with what the handshake sends.
+
+    If it raises, nothing is left open.
+    """
     _check_host(config.host)
-    _check_member(member)
-    transports = _transport_set(transport, config)
+    _check_identity(identity)
+    if isinstance(transport, str):
+        transports = make_transports(transport, config.host, config.options)
+    else:
+        transports = TransportSet.of(transport) if isinstance(transport, Transport) else transport
     try:
-        memory = _memory(member, pools, transports, writable=writable)
-        slots = _slots(config, member.layout, memory, transports, max_slots)
+        memory = _memory(identity, pools, transports, writable=writable)
+        slots = _slots(config, identity.layout, memory, transports, writable=writable)
         transports.register(memory.regions, slots.region if slots else None, writable=writable)
         offers = transports.offers(writable=writable)
         if memory.device.is_host:
             warm_up()
-        incarnation = new_incarnation()
-        liveness_port = LivenessPort(config.host, incarnation)
+        liveness_port = LivenessPort(config.host, identity.incarnation)
     except BaseException:
         transports.close()
         raise
@@ -213,32 +195,16 @@ def set_up(
     staging_region = len(memory.regions) if slots else None
     scratch = (slots.scratch_offset, slots.scratch_bytes) if slots else (0, 0)
     metadata = PeerMetadata(liveness_port.address, staging_region, *scratch, listener)
-    return EndpointSetup(
-        member,
-        memory,
-        slots,
-        transports,
-        offers,
-        incarnation,
-        liveness_port,
-        metadata,
-        addresses=tuple(region.address for region in memory.regions),
-    )
-
-
-def _transport_set(
-    transport: str | Transport | TransportSet, config: EndpointConfig
-) -> TransportSet:
-    if isinstance(transport, str):
-        return make_transports(transport, config.host, config.options)
-    return TransportSet.of(transport) if isinstance(transport, Transport) else transport
+    identity = replace(identity, metadata=metadata.encode(), transports=offers)
+    addresses = tuple(region.address for region in memory.regions)
+    return EndpointSetup(identity, memory, slots, transports, liveness_port, addresses)
 
 
 def _memory(
-    member: Member, pools: Memory | PoolArrays, transports: TransportSet, *, writable: bool
+    identity: Identity, pools: Memory | PoolArrays, transports: TransportSet, *, writable: bool
 ) -> Memory:
     """Return this rank's memory. A transport may move arrays into memory that peers can write."""
-    layout, rank = member.layout, member.rank
+    layout, rank = identity.layout, identity.peer.rank
     if isinstance(pools, Memory):
         memory = pools
     else:
@@ -263,12 +229,13 @@ def _check_host(host: str) -> None:
         )
 
 
-def _check_member(member: Member) -> None:
+def _check_identity(identity: Identity) -> None:
     """Refuse what does not fit the handshake."""
-    demand_name(member.name)
-    if len(member.model) > MAX_MODEL:
+    demand_name(identity.peer.instance)
+    if len(identity.fingerprint) > MAX_MODEL:
         raise InputError(
-            f"model must have at most {MAX_MODEL} characters, not {len(member.model)}; use a hash"
+            f"model must have at most {MAX_MODEL} characters, not {len(identity.fingerprint)}; "
+            f"use a hash"
         )
 
 
@@ -277,9 +244,10 @@ def _slots(
     layout: Layout,
     memory: Memory,
     transports: TransportSet,
-    max_slots: int,
+    *,
+    writable: bool,
 ) -> StagingMemory | None:
-    if not transports.stages or not config.staging_bytes:
+    if not transports.stages or config.staging_bytes == 0:
         return None
     unit_bytes = max(group.unit_bytes for group in layout.spec.groups)
     pool = slots_for(
@@ -289,7 +257,9 @@ def _slots(
         rule=slots_on(memory.device),
         # A GPU gathers all waiting slots in one launch and needs no core for their writes, so a
         # source may have as many slots as a target.
-        most_slots=max_slots if memory.device.is_host else MAX_SLOTS,
+        most_slots=(
+            config.protocol.local_slots if memory.device.is_host and not writable else MAX_SLOTS
+        ),
     )
     scratch_bytes = SCRATCH_BYTES if memory.device.is_host else GPU_SCRATCH_BYTES
     # Scratch memory is extra: taken from the budget, it would leave less than a power of two.

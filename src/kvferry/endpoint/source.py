@@ -64,19 +64,16 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
         self, setup: EndpointSetup, config: EndpointConfig, client: DiscoveryClient | None
     ) -> None:
         self.record = RankRecord(
-            instance=setup.member.name,
-            rank=setup.member.rank,
-            incarnation=setup.incarnation,
-            fingerprint=setup.member.model,
-            layout=setup.member.layout,
+            instance=setup.me.instance,
+            rank=setup.me.rank,
+            incarnation=setup.identity.incarnation,
+            fingerprint=setup.identity.fingerprint,
+            layout=setup.identity.layout,
             transport=setup.transports.name,
             control=self._server.address,
         )
         if client:
             client.register(self.record, config.lease_s)
-
-    def _max_slots(self, config: EndpointConfig) -> int:
-        return config.protocol.local_slots
 
     def _make_side(self, key: ClusterKey | None) -> SourceSide:
         setup, config, rooms, observer = self._setup, self._config, self._rooms, self._observer
@@ -86,14 +83,11 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
 
         self._costs = costs = LinkCostTable(default_link_costs(config, setup))
         measures = config.link_cost is None
-        links = TargetLinkTable(
-            setup, self._transport_thread, observer, costs, answer, measures=measures
-        )
+        links = TargetLinkTable(setup, self._transport_thread, observer, costs, answer, measures)
         chooser = Chooser(setup.memory.map, rooms, links, costs, config.mode)
-        rooms.before_release = chooser.forget
         machine = SourceMachine(setup.identity, _protocol_config(config, setup))
         channel = SourceChannel(
-            *(setup.member.peer, self._poller, observer, answer, self._server, self._unix_server)
+            *(setup.me, self._poller, observer, answer, self._server, self._unix_server)
         )
 
         def send_note(op: Op) -> None:
@@ -145,13 +139,8 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
         self._loop.submit(partial(self._side.submit, handle, step))
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Leave the discovery service, abort all rooms, stop the threads.
-
-        Waits at most ``timeout_s`` seconds. Returns whether all memory is free, as
-        ``RankEndpoint.close`` does.
-        """
+        """Leave the discovery service, so that no new target comes, and close the endpoint."""
         if self._client:
-            # First, so that no new target comes.
             self._client.close()
         return super().close(timeout_s)
 

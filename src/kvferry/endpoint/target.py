@@ -7,7 +7,6 @@ from functools import partial
 from math import inf
 from typing import ClassVar
 
-from kvferry.digest import checked_digest
 from kvferry.discovery.records import InstanceView, demand_name
 from kvferry.endpoint.arguments import token_count
 from kvferry.endpoint.config import EndpointConfig
@@ -24,7 +23,6 @@ from kvferry.ids import Room
 from kvferry.memory.page_tables import Pages, Rows
 from kvferry.plan.plan import Request
 from kvferry.protocol.events import Event, ReceiveRequest
-from kvferry.protocol.messages import MAX_SLOTS
 from kvferry.protocol.target import TargetMachine
 from kvferry.security.keys import ClusterKey, checked_bind_address
 from kvferry.telemetry.steps import RoomTag
@@ -46,9 +44,6 @@ class TargetEndpoint(RankEndpoint[Incoming]):
         checked_bind_address(config.host, 0, key)
         return None
 
-    def _max_slots(self, config: EndpointConfig) -> int:
-        return MAX_SLOTS
-
     def _make_side(self, key: ClusterKey | None) -> TargetSide:
         setup, config, rooms, observer = self._setup, self._config, self._rooms, self._observer
 
@@ -58,7 +53,7 @@ class TargetEndpoint(RankEndpoint[Incoming]):
         timeout_s = config.discovery_timeout_s
         directory = Directory(self._client, self._on_view, inf if timeout_s is None else timeout_s)
         channel = TargetChannel(
-            *(setup.member.peer, self._poller, observer, answer),
+            *(setup.me, self._poller, observer, answer),
             *(key, directory.address_of, config.protocol.silence_s),
         )
         scatters = StagedScatters(
@@ -72,10 +67,9 @@ class TargetEndpoint(RankEndpoint[Incoming]):
         )
         machine = TargetMachine(setup.identity, config.protocol, setup.memory.map, setup.staging)
         runner = TargetRunner(machine, TargetPorts(channel, scatters, self._prober, rooms))
-        side = TargetSide(runner, rooms, channel, observer, scatters, directory)
-        rooms.before_failure = side.note_missing
-        rooms.before_release = side.forget_room
-        return side
+        return TargetSide(
+            *(runner, rooms, channel, observer), self._transport_thread, scatters, directory
+        )
 
     def _on_view(self, name: str, view: InstanceView | None) -> None:
         """Pass a view to the loop. On the discovery client's thread."""
@@ -115,9 +109,9 @@ class TargetEndpoint(RankEndpoint[Incoming]):
         length = Request(token_count(tokens), token_count(prefix, "prefix"))
         tables = self._validator.tables(length, pages, states)
         deadline = self._deadline(deadline_s)
-        wanted = ReceiveRequest(room, length, tables, deadline, checked_digest(digest))
-        member = self._setup.member
-        handle = Incoming(wanted, prefill, member.layout, member.rank, self._abort)
+        wanted = ReceiveRequest(room, length, tables, deadline, digest)
+        setup = self._setup
+        handle = Incoming(wanted, prefill, setup.identity.layout, setup.me.rank, self._abort)
         handle.tag = RoomTag.of(request, traceparent)
         self._rooms.add(handle)
         self._loop.submit(partial(self._side.receive, handle))

@@ -21,8 +21,9 @@ from kvferry.endpoint.link_costs import Calibration
 from kvferry.endpoint.poll_backoff import CORES_TO_SPARE, set_timer_slack
 from kvferry.endpoint.watchdog import ThreadHeartbeat
 from kvferry.errors import KvferryError
-from kvferry.ids import Op, Session
+from kvferry.ids import Op, Peer, Session
 from kvferry.plan.cost import LinkCost
+from kvferry.protocol.events import MemoryReached
 from kvferry.protocol.messages import TransportOffer
 from kvferry.transports.base import RemoteMemory, Transport, WriteEnded
 from kvferry.transports.mailbox import Mailbox
@@ -48,13 +49,6 @@ class Reached(NamedTuple):
     problems: tuple[str, ...] = ()
 
 
-class Unreached(NamedTuple):
-    """A peer's memory cannot be reached; one problem for each transport that was tried."""
-
-    session: Session
-    problems: tuple[str, ...]
-
-
 class Measured(NamedTuple):
     """The measured cost of a link."""
 
@@ -69,25 +63,26 @@ class ThreadFailed(NamedTuple):
     error: Exception
 
 
-TransportResult = WriteJob | Reached | Unreached | Measured | ThreadFailed
+TransportResult = WriteJob | Reached | MemoryReached | Measured | ThreadFailed
 
 
 class TransportThread:
     """Owns the transports from ``start`` to ``close``.
 
-    ``on_result`` is called on this thread and must not wait.
+    ``on_result`` is called on this thread and must not wait. ``me`` is the endpoint's id.
     """
 
     def __init__(
         self,
         transports: Iterable[Transport],
         on_result: Callable[[TransportResult], None],
-        name: str,
+        me: Peer,
     ) -> None:
         self._transports = {transport.name: transport for transport in transports}
         self._on_result = on_result
+        self._me = me
         self._jobs: Mailbox[Callable[[], None]] = Mailbox()
-        self._remotes: dict[Session, tuple[Transport, RemoteMemory]] = {}
+        self._remotes: dict[Session, Reached] = {}
         # Sessions whose peers write here by a transport that needs polling to make progress.
         self._incoming: set[Session] = set()
         # Transports that need polling and have had a link.
@@ -104,6 +99,7 @@ class TransportThread:
         self.heartbeat = ThreadHeartbeat("transport", lambda: len(self._jobs) > 0)
         for transport in self._transports.values():
             transport.on_completion = self._wake
+        name = f"kvferry-transport-{me}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     # ------------------------------------------------------------ for any thread
@@ -179,6 +175,8 @@ class TransportThread:
         expects_writes = self._expects_writes and self._incoming
         if not (self._writes or self._calibrations or expects_writes):
             return IDLE_POLL_S
+        if any(transport.poll_again for transport in self._polled):
+            return 0.0
         return BUSY_POLL_S if self._is_busy() else PATIENT_POLL_S
 
     def _is_busy(self) -> bool:
@@ -208,8 +206,6 @@ class TransportThread:
                     self._write_ended(each)
                 self._busy_at = time.monotonic()
 
-    # ------------------------------------------------------------ peers
-
     def _reach(self, session: Session, offers: Sequence[TransportOffer]) -> None:
         problems: list[str] = []
         for offer in offers:
@@ -219,13 +215,15 @@ class TransportThread:
             except KvferryError as error:
                 problems.append(f"{offer.name}: {error}")
                 continue
-            self._remotes[session] = transport, remote
             if transport.needs_polling:
                 self._polled.add(transport)
-            self._on_result(Reached(session, transport, remote, tuple(problems)))
+            reached = Reached(session, transport, remote, tuple(problems))
+            self._remotes[session] = reached
+            self._on_result(reached)
             return
-        self._problems[session] = "; ".join(problems)
-        self._on_result(Unreached(session, tuple(problems)))
+        self._problems[session] = text = "; ".join(problems)
+        log.warning("not-connected endpoint=%s session=%s error=%s", self._me, session, text)
+        self._on_result(MemoryReached(session, "", tuple(problems)))
 
     def _accept_writes(self, session: Session, transport: Transport) -> None:
         if transport.needs_polling:
@@ -238,10 +236,7 @@ class TransportThread:
         self._problems.pop(session, None)
         reached = self._remotes.pop(session, None)
         if reached is not None:
-            transport, remote = reached
-            transport.disconnect(remote)
-
-    # ------------------------------------------------------------ writes
+            reached.transport.disconnect(reached.remote)
 
     def _write(self, job: WriteJob) -> None:
         reached = self._remotes.get(job.session)
@@ -249,11 +244,10 @@ class TransportThread:
             job.fail(self._problems.get(job.session, "the session is over"))
             self._on_result(job)
             return
-        transport, remote = reached
         self._writes[job.op] = job
-        binding = job.start(transport)
-        job.describe(binding)
-        transport.write(remote, job.op, binding)
+        job.start(reached.transport)
+        job.describe(reached.transport)
+        reached.transport.write(reached.remote, job.op, job.binding)
 
     def _write_ended(self, ended: WriteEnded) -> None:
         if ended.op in self._calibrations:
@@ -266,19 +260,16 @@ class TransportThread:
         else:
             log.error("write-ended-twice op=%d fate=%s", ended.op, ended.fate)
 
-    # ------------------------------------------------------------ measuring
-
     def _measure(self, session: Session, calibration: Calibration, before: LinkCost) -> None:
         """Start the next calibration write. Scratch memory needs no proof that it has ended."""
         reached, binding = self._remotes.get(session), calibration.next()
         if reached is None or session in self._cut or binding is None:
             return
-        transport, remote = reached
         # The machine's operations have positive numbers, so negative ones are free.
         self._num_calibrations += 1
         op = Op(-self._num_calibrations)
         self._calibrations[op] = session, calibration, before, time.monotonic()
-        transport.write(remote, op, binding)
+        reached.transport.write(reached.remote, op, binding)
 
     def _calibration_ended(self, ended: WriteEnded) -> None:
         session, calibration, before, started = self._calibrations.pop(ended.op)

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from math import inf
 
 log = logging.getLogger("kvferry.endpoint")
@@ -41,6 +42,7 @@ class ThreadHeartbeat:
         return max(0.0, now - min(self._due_at, self._seen[1]))
 
 
+@dataclass(eq=False)
 class WatchedThreads:
     """Threads of one endpoint. ``on_stall`` gets the name of a late thread and its seconds.
 
@@ -48,27 +50,21 @@ class WatchedThreads:
     0 when it has recovered. It must not wait.
     """
 
-    def __init__(
-        self,
-        heartbeats: list[ThreadHeartbeat],
-        stalled_s: float,
-        on_stall: Callable[[str, float], None],
-    ) -> None:
-        self._heartbeats = heartbeats
-        self._stalled_s = stalled_s
-        self._on_stall = on_stall
-        self._late: set[str] = set()
+    heartbeats: list[ThreadHeartbeat]
+    stalled_s: float
+    on_stall: Callable[[str, float], None]
+    _late: set[str] = field(default_factory=set)
 
     def check(self, now: float) -> None:
         """Report threads that are late by more than ``stalled_s``, and those that recovered."""
-        for heartbeat in self._heartbeats:
+        for heartbeat in self.heartbeats:
             overdue_s = heartbeat.overdue_s(now)
-            if overdue_s > self._stalled_s:
+            if overdue_s > self.stalled_s:
                 self._late.add(heartbeat.thread)
-                self._on_stall(heartbeat.thread, overdue_s)
+                self.on_stall(heartbeat.thread, overdue_s)
             elif heartbeat.thread in self._late:
                 self._late.discard(heartbeat.thread)
-                self._on_stall(heartbeat.thread, 0.0)
+                self.on_stall(heartbeat.thread, 0.0)
 
 
 class Watchdog:

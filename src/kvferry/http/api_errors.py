@@ -5,6 +5,9 @@ Both use one form, so the router can pass a worker's error on.
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -13,6 +16,11 @@ from aiohttp import web
 from kvferry.errors import KvferryError
 
 JSON = "application/json"
+# Of a body, from its first byte to its last.
+BODY_S = 30.0
+CLIENT_LEFT = 499
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +67,39 @@ class ApiError(KvferryError):
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """Return the error for a request that the client must change."""
     return ApiError(400, message, param=param, code=code)
+
+
+async def respond(
+    request: web.Request, handler: Handler, server_log: logging.Logger
+) -> web.StreamResponse:
+    """Return the response of the handler, or of its exception, which goes into the server's log."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        level = logging.INFO if error.status < 500 else logging.WARNING
+        server_log.log(
+            level, "refused path=%s status=%d reason=%r", request.path, error.status, str(error)
+        )
+        return error.response()
+    except web.HTTPException as error:
+        return from_http_exception(error, request.client_max_size).response()
+    except (ConnectionError, web.RequestPayloadError) as error:
+        # The client has left in the middle, and nobody reads this.
+        server_log.info("client-left path=%s reason=%r", request.path, error)
+        return web.Response(status=CLIENT_LEFT)
+    except Exception:
+        server_log.exception("request-failed path=%s", request.path)
+        return ApiError(500, "this server has a bug; see its log", code="internal").response()
+
+
+async def read_body(request: web.Request) -> bytes:
+    """Return a request's body. Raises ``ApiError`` if it does not come in time."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await request.read()
+    except TimeoutError:
+        message = f"the request body took longer than {BODY_S:g} s; send it again"
+        raise ApiError(408, message, code="slow") from None
 
 
 def from_http_exception(error: web.HTTPException, most_bytes: int) -> ApiError:

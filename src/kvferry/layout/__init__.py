@@ -1,6 +1,6 @@
 """Layouts: what a cache consists of, and how one side shards and pages it. Pure."""
 
-from kvferry.layout.intervals import ALL_TOKENS, Span, Tokens
+from kvferry.layout.intervals import Span
 from kvferry.layout.layout import ExplicitSharding, Layout, Order, Parallel, Shard
 from kvferry.layout.match import mismatches
 from kvferry.layout.spec import (
@@ -8,14 +8,17 @@ from kvferry.layout.spec import (
     DType,
     Group,
     Paged,
+    Part,
     StateRow,
     Tensor,
     Window,
     attention,
 )
+from kvferry.layout.tokens import ALL_TOKENS, EVERY, Pattern, Tokens
 
 __all__ = [
     "ALL_TOKENS",
+    "EVERY",
     "CacheSpec",
     "DType",
     "ExplicitSharding",
@@ -24,6 +27,8 @@ __all__ = [
     "Order",
     "Paged",
     "Parallel",
+    "Part",
+    "Pattern",
     "Shard",
     "Span",
     "StateRow",

@@ -7,9 +7,8 @@ Layers for multi-token prediction are not part of the cache.
 
 Two facts are not in a config, so the caller has to give them. Engines differ in the type of
 recurrent state: without ``state_dtype`` it is what the config names, else float32, while vLLM's
-"auto" takes the model's type. An MLA cache in FP8 with block scales in each entry, as DeepSeek
-V3.2 is served, has other tensors, and not the same tensor with a narrower ``dtype``: describe it
-by hand as three tensors (quantised latent, scales, rotary part in bfloat16).
+"auto" takes the model's type, except for KDA. An MLA cache may be in FP8 with scales in each entry,
+as DeepSeek V3.2 is served: then ``dtype`` is ``CacheFormat.FP8_DS_MLA``.
 """
 
 from __future__ import annotations
@@ -28,10 +27,23 @@ from kvferry.layout.hf_fields import (
     reject_missing,
     short_repr,
 )
+from kvferry.layout.hf_latent import (
+    compressed_groups,
+    kimi_linear_groups,
+    mla_groups,
+    refuse_packed,
+    sparse_mla_groups,
+)
 from kvferry.layout.hf_state import delta_groups, mamba1_groups, mamba2_groups
-from kvferry.layout.spec import CacheSpec, DType, Group, Paged, Tensor, Window, attention_group
-
-INDEX_BLOCK = 128
+from kvferry.layout.spec import (
+    CacheFormat,
+    CacheSpec,
+    DType,
+    Group,
+    Paged,
+    Window,
+    attention_group,
+)
 
 
 class Mixer(Enum):
@@ -65,7 +77,9 @@ _LAYER_NAMES = {
 
 
 def spec_from_config(
-    config: Mapping[str, object], dtype: DType | None = None, state_dtype: DType | None = None
+    config: Mapping[str, object],
+    dtype: DType | CacheFormat | None = None,
+    state_dtype: DType | None = None,
 ) -> CacheSpec:
     """Return the cache of the model that a parsed ``config.json`` describes.
 
@@ -76,8 +90,20 @@ def spec_from_config(
     text = _text_config(config)
     family = _family(text, config)
     model_dtype = _model_dtype(text, config)
-    fields = Fields(family, text, dtype or model_dtype, model_dtype, state_dtype)
-    return CacheSpec(fields.num_layers(), FAMILIES[family](fields))
+    is_packed = isinstance(dtype, CacheFormat)
+    cache_dtype = dtype if isinstance(dtype, DType) else model_dtype
+    fields = Fields(family, text, cache_dtype, model_dtype, state_dtype, is_packed)
+    builder = FAMILIES[family]
+    if builder not in LATENT:
+        refuse_packed(fields)
+    return CacheSpec(_num_layers(fields, builder), builder(fields))
+
+
+def _num_layers(fields: Fields, builder: Builder) -> int:
+    # Its list of layers may go on with those for multi-token prediction.
+    return (
+        fields.count("num_hidden_layers") if builder is compressed_groups else fields.num_layers()
+    )
 
 
 def _text_config(config: Mapping[str, object]) -> Mapping[str, object]:
@@ -222,27 +248,34 @@ def _alternating(fields: Fields) -> Groups:
     return _sliding(fields, lambda layer: (layer + 1) % period != 0)
 
 
-def _mla(fields: Fields) -> Groups:
-    """Return the groups of MLA: one latent for all heads, a unit that every rank replicates.
+def _gemma4(fields: Fields) -> Groups:
+    """Return the groups of Gemma 4: full layers have heads of their own number and width.
 
-    Sparse attention adds an index key to each token, always in FP8 with a scale for each block
-    of 128.
+    The last layers may use the cache of earlier ones.
     """
-    layers = tuple(range(fields.num_layers()))
-    elements = fields.count("kv_lora_rank") + fields.count("qk_rope_head_dim")
-    latent = Group("latent", Paged(), layers, 1, (Tensor("latent", fields.cache_dtype, elements),))
-    if fields.find("index_head_dim") is None:
-        return (latent,)
-    width = fields.count("index_head_dim")
-    key = Tensor("key", DType.FLOAT8_E4M3, width)
-    scale = Tensor("scale", DType.FLOAT32, max(1, width // INDEX_BLOCK))
-    return (latent, Group("index", Paged(), layers, 1, (key, scale)))
-
-
-def _sparse_mla(fields: Fields) -> Groups:
-    """Return the groups of MLA with a required index."""
-    fields.count("index_head_dim")
-    return _mla(fields)
+    period = fields.count("sliding_window_pattern")
+    mixers = _mixers(
+        fields, _ATTENTION, lambda layer: Mixer.SLIDING if (layer + 1) % period else Mixer.FULL
+    )
+    shared = fields.count("num_kv_shared_layers", default=0, least=0, most=len(mixers) - 1)
+    own = mixers[: len(mixers) - shared]
+    full, sliding = _layers_with(own, Mixer.FULL), _layers_with(own, Mixer.SLIDING)
+    heads = fields.count("num_key_value_heads")
+    if fields.flag("attention_k_eq_v"):
+        full_heads = fields.count("num_global_key_value_heads", default=heads)
+    else:
+        full_heads = heads
+    window = Window(fields.window() or reject_missing("sliding_window"))
+    width, dtype = fields.count("global_head_dim"), fields.cache_dtype
+    groups = (
+        (full, "kv", Paged(), full_heads, width),
+        (sliding, "swa", window, heads, fields.count("head_dim")),
+    )
+    return tuple(
+        attention_group(name, kind, layers, units, head_dim, None, dtype)
+        for layers, name, kind, units, head_dim in groups
+        if layers
+    )
 
 
 def _hybrid(
@@ -303,8 +336,11 @@ _FAMILIES: dict[Builder, str] = {
     ),
     _bamba: "bamba",
     _alternating: "cohere2 gemma2 gemma3 gpt_oss olmo3",
-    _mla: "deepseek_v2 deepseek_v3 glm4_moe_lite kimi_k2",
-    _sparse_mla: "deepseek_v32",
+    mla_groups: "deepseek_v2 deepseek_v3 glm4_moe_lite kimi_k2",
+    sparse_mla_groups: "deepseek_v32",
+    compressed_groups: "deepseek_v4",
+    kimi_linear_groups: "kimi_linear kimi_k3",
+    _gemma4: "gemma4",
     _falcon_h1: "falcon_h1",
     _listed_hybrid: "granitemoehybrid nemotron_h",
     _jamba: "jamba",
@@ -317,8 +353,10 @@ _FAMILIES: dict[Builder, str] = {
 FAMILIES: dict[str, Builder] = {
     family: builder for builder, names in _FAMILIES.items() for family in names.split()
 }
+# Families whose latents may be packed.
+LATENT = frozenset({mla_groups, sparse_mla_groups, compressed_groups, kimi_linear_groups})
 _KNOWN = (
-    "Llama, Mistral, Mixtral, Ministral, Qwen 2 to 3.5, Gemma 1 to 3, GPT-OSS, Phi-3, OLMo, "
-    "Cohere, GLM-4, Granite, SmolLM3, StarCoder2, MiniMax-M2, Seed-OSS, DeepSeek V2 to V3.2, "
-    "Kimi-K2, Bamba, Falcon-H1, Nemotron-H, Jamba"
+    "Llama, Mistral, Mixtral, Ministral, Qwen 2 to 3.5, Gemma 1 to 4, GPT-OSS, Phi-3, OLMo, "
+    "Cohere, GLM-4, Granite, SmolLM3, StarCoder2, MiniMax-M2, Seed-OSS, DeepSeek V2 to V4, "
+    "Kimi-K2, Kimi Linear, Kimi-K3, Bamba, Falcon-H1, Nemotron-H, Jamba"
 )

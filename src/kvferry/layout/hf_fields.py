@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
 import msgspec
+from msgspec.structs import replace
 
 from kvferry.errors import InputError, ReasonCode, Refused
 from kvferry.layout.spec import MAX_LAYERS, DType
@@ -55,6 +56,12 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "cohere2": {"sliding_window_pattern": 4},
     "falcon_h1": _MAMBA,
     "gemma": {"head_dim": 256},
+    "gemma4": {
+        **_GEMMA,
+        "sliding_window_pattern": 6,
+        "global_head_dim": 512,
+        "sliding_window": 512,
+    },
     "gemma2": {"head_dim": 256, "sliding_window_pattern": 2},
     "gemma3": {**_GEMMA, "sliding_window_pattern": 6},
     "glm4": {"head_dim": 128},
@@ -103,7 +110,7 @@ class Fields(msgspec.Struct, frozen=True):
 
     Missing fields have the family's ``DEFAULTS``. ``cache_dtype`` is the element type of attention
     tensors, ``state_dtype`` that of recurrent state if the caller gives it, and ``model_dtype``
-    that of everything else.
+    that of everything else. ``is_packed``: latents are in FP8 with their scales.
     """
 
     family: str
@@ -111,6 +118,14 @@ class Fields(msgspec.Struct, frozen=True):
     cache_dtype: DType
     model_dtype: DType
     state_dtype: DType | None = None
+    is_packed: bool = False
+
+    def nested(self, name: str) -> Fields:
+        """Return the fields of a nested object, which has no defaults."""
+        values = self.values.get(name)
+        if not isinstance(values, Mapping):
+            reject(f"field {name!r} is {short_repr(values)}, not an object")
+        return replace(self, family="", values=values)
 
     def find(self, *names: str) -> tuple[str, object] | None:
         """Return the first of these fields that has a value, or else the family's default."""

@@ -37,6 +37,17 @@ def delta_groups(fields: Fields, layers: tuple[int, ...]) -> tuple[Group, ...]:
     return (Group("delta", StateRow(), layers, fields.count("linear_num_key_heads"), tensors),)
 
 
+def kda_group(linear: Fields, layers: tuple[int, ...]) -> Group:
+    """Return the group of Kimi Delta Attention: a head_dim × head_dim state for each head."""
+    head_dim = linear.count("head_dim")
+    width = _conv_width(linear, "short_conv_kernel_size")
+    tensors = (
+        *(Tensor(f"conv_{name}", linear.model_dtype, head_dim * width) for name in "qkv"),
+        Tensor("recurrent", _state_dtype(linear), head_dim * head_dim),
+    )
+    return Group("kda", StateRow(), layers, linear.count("num_heads"), tensors)
+
+
 def mamba2_groups(fields: Fields, layers: tuple[int, ...]) -> tuple[Group, ...]:
     """Return the groups of Mamba-2: a head_dim × state_size state for each head, and B and C.
 

@@ -1,4 +1,4 @@
-"""Sets of coordinates: half-open spans, and token sets with a stride."""
+"""Sets of integers: half-open spans, and growing sets of them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from collections.abc import Collection
 import msgspec
 
 from kvferry.errors import InputError
-
-# Positions are 64-bit integers, with room for one more stride.
-MAX_POSITION = 1 << 62
 
 
 class Span(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -96,64 +93,3 @@ class SpanSet:
 
     def __repr__(self) -> str:
         return " ".join(map(repr, self.spans)) or "nothing"
-
-
-class Tokens(msgspec.Struct, frozen=True, array_like=True):
-    """The positions ``first, first + step, ...`` below ``end``, or without end if it is None.
-
-    Interleaved context parallelism gives ``Tokens(cp_rank, None, cp)``. A contiguous share is a
-    finite span with step 1.
-    """
-
-    first: int = 0
-    end: int | None = None
-    step: int = 1
-
-    def __post_init__(self) -> None:
-        end = self.first if self.end is None else self.end
-        if not (0 <= self.first <= end <= MAX_POSITION and 1 <= self.step <= MAX_POSITION):
-            raise InputError(
-                f"tokens need 0 <= first <= end <= 2**62 and step >= 1, "
-                f"not first {self.first}, end {self.end}, step {self.step}"
-            )
-
-    def __contains__(self, token: int) -> bool:
-        below_end = self.end is None or token < self.end
-        return token >= self.first and below_end and (token - self.first) % self.step == 0
-
-    def clip(self, span: Span) -> Tokens:
-        """Return the positions inside ``span``.
-
-        The result is finite, and its ``end`` is one past its last position, so equal sets compare
-        equal.
-        """
-        end = span.end if self.end is None else min(self.end, span.end)
-        behind = max(0, span.first - self.first)
-        first = self.first + -(-behind // self.step) * self.step
-        if first >= end:
-            return Tokens(first, first, self.step)
-        last = first + (end - 1 - first) // self.step * self.step
-        return Tokens(first, last + 1, self.step)
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of positions of a finite set."""
-        if self.end is None:
-            raise InputError("an unbounded token set has no count; clip it to a request first")
-        return -(-(self.end - self.first) // self.step)
-
-    @property
-    def last(self) -> int:
-        """The last position of a finite, non-empty set."""
-        return self.first + (self.num_tokens - 1) * self.step
-
-    def local_index(self, token: int) -> int:
-        """Return the index of ``token`` in this set, which is its local token on a rank."""
-        return (token - self.first) // self.step
-
-    def __repr__(self) -> str:
-        end = "" if self.end is None else self.end
-        return f"{self.first}:{end}:{self.step}" if self.step > 1 else f"{self.first}:{end}"
-
-
-ALL_TOKENS = Tokens()

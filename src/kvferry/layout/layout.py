@@ -4,7 +4,7 @@ What a rank owns of a group is a product of intervals inside one data-parallel r
 pipeline stages, units from tensor parallelism, tokens from context parallelism. Sharding is either
 regular (``Parallel``) or stated rank by rank (``ExplicitSharding``). Both give shards.
 
-Rank order inside a replica: ``(pp_rank * cp + cp_rank) * tp + tp_rank``.
+Rank order inside a replica: ``((pp_rank * copies + copy) * cp + cp_rank) * tp + tp_rank``.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
 import msgspec
+from msgspec.structs import replace
 
 from kvferry.errors import InputError, Reason, ReasonCode, Refused
-from kvferry.layout.intervals import ALL_TOKENS, Span, Tokens
+from kvferry.layout.intervals import Span
 from kvferry.layout.spec import CacheSpec, Group, StateRow
+from kvferry.layout.tokens import ALL_TOKENS, Tokens
 
 MAX_RANKS = 4096
 MAX_CP = 256
@@ -51,43 +53,79 @@ Shards = tuple[tuple[Shard, ...], ...]
 
 
 class Parallel(msgspec.Struct, frozen=True, tag="parallel"):
-    """Regular sharding. ``stages`` are the numbers of layers of each pipeline stage."""
+    """Regular sharding. ``stages`` are the numbers of layers of each pipeline stage.
+
+    Tokens are dealt out to ``cp * dcp`` ranks, which take turns at ``interleave`` tokens. ``cp``
+    counts ranks beside those of a TP group (prefill context parallelism that divides the cache).
+    ``dcp`` counts neighbouring ranks inside it that have the same units (decode context
+    parallelism). State rows belong to the whole request: each CP rank has the same, and units are
+    dealt out to all TP ranks.
+
+    Each of ``copies`` ranks holds the same (prefill context parallelism that divides only work).
+    """
 
     tp: int = 1
     pp: int = 1
     cp: int = 1
     stages: tuple[int, ...] = ()
+    dcp: int = 1
+    interleave: int = 1
+    copies: int = 1
 
     def __post_init__(self) -> None:
-        for name, value in (("tp", self.tp), ("pp", self.pp), ("cp", self.cp)):
-            if value < 1:
-                raise InputError(f"{name} must be at least 1, not {value}")
-        if self.num_ranks > MAX_RANKS or self.cp > MAX_CP:
+        for name in ("tp", "pp", "cp", "dcp", "interleave", "copies"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.num_ranks > MAX_RANKS or self.num_token_shares > MAX_CP:
             raise InputError(
-                f"tp x pp x cp is {self.num_ranks} and cp {self.cp}; "
-                f"at most {MAX_RANKS} ranks and cp {MAX_CP} are supported"
+                f"tp x pp x cp x copies is {self.num_ranks} and cp x dcp "
+                f"{self.num_token_shares}; at most {MAX_RANKS} ranks and {MAX_CP} shares of the "
+                f"tokens are supported"
             )
+        if self.tp % self.dcp:
+            raise InputError(
+                f"dcp={self.dcp} must divide tp={self.tp}, because its ranks are TP ranks"
+            )
+        if self.interleave > MAX_PAGE_TOKENS:
+            raise InputError(f"interleave is at most {MAX_PAGE_TOKENS}, not {self.interleave}")
 
     @property
     def num_ranks(self) -> int:
         """Number of ranks of one replica."""
-        return self.tp * self.pp * self.cp
+        return self.tp * self.pp * self.cp * self.copies
+
+    @property
+    def num_token_shares(self) -> int:
+        """Number of parts into which context parallelism divides the tokens."""
+        return self.cp * self.dcp
 
     @property
     def lead(self) -> int:
         """The rank that samples the first token: TP rank 0 of the last pipeline stage."""
-        return (self.pp - 1) * self.cp * self.tp
+        return self.num_ranks // self.pp * (self.pp - 1)
 
     def refusals(self, spec: CacheSpec) -> list[Reason]:
         """Return why this sharding does not fit a cache, or an empty list."""
         reasons = [
             Reason(
                 ReasonCode.TP_UNITS,
-                f"tp={self.tp} neither divides nor is divided by the {group.units} units (heads) "
-                f"of group {group.name!r}; use a tp that does, or an ExplicitSharding",
+                f"tp={self.tp}{f' over dcp={self.dcp}' if shared > 1 else ''} neither divides nor "
+                f"is divided by the {group.units} units (heads) of group {group.name!r}; use a tp "
+                f"that does, or an ExplicitSharding",
             )
             for group in spec.groups
-            if group.units % self.tp and self.tp % group.units
+            if (shared := self._ranks_per_part(group))
+            and group.units % (self.tp // shared)
+            and (self.tp // shared) % group.units
+        ]
+        reasons += [
+            Reason(
+                ReasonCode.INTERLEAVE,
+                f"ranks take turns at {self.interleave} tokens, which is no multiple of the "
+                f"{group.tokens_per_entry} tokens of an entry of group {group.name!r}; use one",
+            )
+            for group in spec.groups
+            if self.num_token_shares > 1 and self.interleave % group.tokens_per_entry
         ]
         if self.pp > spec.num_layers:
             reasons.append(
@@ -125,42 +163,45 @@ class Parallel(msgspec.Struct, frozen=True, tag="parallel"):
         """Return the layers of each pipeline stage."""
         return tuple(self.stage_span(num_layers, stage) for stage in range(self.pp))
 
+    def _ranks_per_part(self, group: Group) -> int:
+        """Return how many neighbouring TP ranks have the same units, and share their tokens."""
+        return 1 if isinstance(group.kind, StateRow) else self.dcp
+
+    def _units(self, group: Group, tp_rank: int) -> Span:
+        shared = self._ranks_per_part(group)
+        return _unit_span(group.units, self.tp // shared, tp_rank // shared)
+
     def unit_span(self, units: int, tp_rank: int) -> Span:
         """Return the units of a TP rank. If tp is larger, ``tp / units`` ranks replicate each."""
-        if units % self.tp == 0:
-            share = units // self.tp
-            return Span(tp_rank * share, (tp_rank + 1) * share)
-        unit = tp_rank // (self.tp // units)
-        return Span(unit, unit + 1)
+        return _unit_span(units, self.tp, tp_rank)
 
     def rank_shards(self, spec: CacheSpec, rank: int) -> tuple[Shard, ...]:
         """Return one rank's shards, without computing those of the others."""
-        rest, tp_rank = divmod(rank, self.tp)
-        pp_rank, cp_rank = divmod(rest, self.cp)
-        stage = self.stage_span(spec.num_layers, pp_rank)
+        stage = self.stage_span(spec.num_layers, rank // (self.tp * self.cp * self.copies))
+        mine = self.tokens(rank)
         return tuple(
-            Shard(
-                group.name,
-                stage,
-                self.unit_span(group.units, tp_rank),
-                self._tokens(group, cp_rank),
-            )
+            Shard(group.name, stage, self._units(group, rank % self.tp), tokens)
             for group in spec.groups
             if group.layers_in(stage)
+            and (
+                tokens := ALL_TOKENS if isinstance(group.kind, StateRow) else _entries(group, mine)
+            )
         )
 
-    def _tokens(self, group: Group, cp_rank: int) -> Tokens:
-        # A state row belongs to the whole request, so every CP rank has it.
-        if isinstance(group.kind, StateRow):
-            return ALL_TOKENS
-        return Tokens(cp_rank, None, self.cp)
+    def tokens(self, rank: int) -> Tokens:
+        """Return the tokens of a rank in groups that follow tokens."""
+        rest, tp_rank = divmod(rank, self.tp)
+        # vLLM, which may have both, lets CP ranks vary first.
+        share = tp_rank % self.dcp * self.cp + rest % self.cp
+        return Tokens.interleaved(share, self.num_token_shares, self.interleave)
 
     def __str__(self) -> str:
-        parts = [f"TP{self.tp}"]
-        if self.pp > 1:
-            parts.append(f"PP{self.pp}")
-        if self.cp > 1:
-            parts.append(f"CP{self.cp}")
+        sizes = (("PP", self.pp), ("CP", self.cp), ("DCP", self.dcp))
+        parts = [f"TP{self.tp}", *(f"{name}{size}" for name, size in sizes if size > 1)]
+        if self.num_token_shares > 1 and self.interleave > 1:
+            parts.append(f"interleave {self.interleave}")
+        if self.copies > 1:
+            parts.append(f"{self.copies} copies")
         return "·".join(parts)
 
 
@@ -200,11 +241,29 @@ class ExplicitSharding(msgspec.Struct, frozen=True, tag="stated"):
         return reasons[:MAX_REASONS]
 
     def rank_shards(self, spec: CacheSpec, rank: int) -> tuple[Shard, ...]:
-        """Return one rank's shards, without those that have none of the group's layers."""
-        return tuple(h for h in self.ranks[rank] if spec.group(h.group).layers_in(h.layers))
+        """Return one rank's shards, without those that have none of the group's entries."""
+        return tuple(
+            replace(held, tokens=tokens)
+            for held in self.ranks[rank]
+            if (group := spec.group(held.group)).layers_in(held.layers)
+            and (tokens := _entries(group, held.tokens))
+        )
 
     def __str__(self) -> str:
         return f"{self.num_ranks} stated ranks"
+
+
+def _unit_span(units: int, tp: int, tp_rank: int) -> Span:
+    if units % tp == 0:
+        share = units // tp
+        return Span(tp_rank * share, (tp_rank + 1) * share)
+    unit = tp_rank // (tp // units)
+    return Span(unit, unit + 1)
+
+
+def _entries(group: Group, tokens: Tokens) -> Tokens | None:
+    """Return those of some tokens that have an entry, or None."""
+    return tokens if group.tokens_per_entry == 1 else tokens.intersect(group.entries)
 
 
 def _outside(spec: CacheSpec, known: Mapping[str, Group], rank: int, shard: Shard) -> list[Reason]:
@@ -259,9 +318,21 @@ class Layout(msgspec.Struct, frozen=True):
             raise InputError(
                 f"a page holds between 1 and {MAX_PAGE_TOKENS} tokens, not {self.page_tokens}"
             )
+        for group in self.spec.groups:
+            if self.page_tokens % group.tokens_per_entry:
+                raise InputError(
+                    f"a page of {self.page_tokens} tokens does not hold whole entries of "
+                    f"{group.tokens_per_entry} tokens, as group {group.name!r} has; use a multiple"
+                )
         reasons = self.sharding.refusals(self.spec)
         if reasons:
             raise Refused(reasons)
+
+    def page_entries(self, group: Group) -> int:
+        """Return how many entries of a group a page holds; 1 for state rows."""
+        if isinstance(group.kind, StateRow):
+            return 1
+        return self.page_tokens // group.tokens_per_entry
 
     @property
     def num_ranks(self) -> int:

@@ -43,6 +43,12 @@ def _group_mismatches(source: Group, target: Group) -> list[Reason]:
     if source.layers != target.layers:
         text = "has other layers at prefill than at decode; layers pair by number"
         reasons.append(Reason(ReasonCode.LAYERS, f"group {name!r} {text}"))
+    if source.tokens_per_entry != target.tokens_per_entry:
+        text = (
+            f"has an entry for {source.tokens_per_entry} tokens at prefill and for "
+            f"{target.tokens_per_entry} at decode"
+        )
+        reasons.append(Reason(ReasonCode.ENTRY, f"group {name!r} {text}; serve the same model"))
     if source.units != target.units:
         text = f"has {source.units} units (heads) at prefill and {target.units} at decode"
         reasons.append(
@@ -70,6 +76,12 @@ def _tensor_mismatches(source: Group, target: Group) -> list[Reason]:
 
 def _one_tensor_mismatch(group: str, source: Tensor, target: Tensor) -> list[Reason]:
     where = f"{group}.{source.name}"
+    if source.parts != target.parts:
+        message = (
+            f"an entry of {where} is {_parts(source)} at prefill and {_parts(target)} at decode; "
+            f"give both sides one KV-cache dtype"
+        )
+        return [Reason(ReasonCode.ENTRY, message)]
     reasons = []
     if source.dtype != target.dtype:
         message = (
@@ -84,6 +96,11 @@ def _one_tensor_mismatch(group: str, source: Tensor, target: Tensor) -> list[Rea
         )
         reasons.append(Reason(ReasonCode.HEAD_DIM, message))
     return reasons
+
+
+def _parts(tensor: Tensor) -> str:
+    parts = tensor.parts or (tensor,)
+    return " + ".join(f"{part.elements} × {part.dtype}" for part in parts)
 
 
 def _kind_name(group: Group) -> str:

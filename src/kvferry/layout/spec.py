@@ -15,10 +15,12 @@ import msgspec
 
 from kvferry.errors import InputError, ReasonCode, Refused
 from kvferry.layout.intervals import Span
+from kvferry.layout.tokens import Pattern
 
 MAX_LAYERS = 4096
 MAX_UNITS = 65536
 MAX_GROUPS = 64
+MAX_TOKENS_PER_ENTRY = 1 << 16
 # With 8 bytes per element and MAX_UNITS units, a token's row is far below 2**62 bytes.
 MAX_ELEMENTS = 1 << 24
 
@@ -49,6 +51,17 @@ class DType(StrEnum):
         except ValueError:
             known = ", ".join(cls)
             raise InputError(f"unknown dtype {text!r:.40}; use one of {known}") from None
+
+
+class CacheFormat(StrEnum):
+    """Forms of an attention cache whose entries have parts of several types, by vLLM's names."""
+
+    FP8_DS_MLA = "fp8_ds_mla"
+
+
+def parse_cache_type(text: str) -> DType | CacheFormat:
+    """Return the type or form of a cache, for a name as written by people and engines."""
+    return CacheFormat(text) if text in list(CacheFormat) else DType.parse(text)
 
 
 _WIDTHS = {
@@ -96,12 +109,30 @@ class StateRow(msgspec.Struct, frozen=True, tag="slot"):
 Kind = Paged | Window | StateRow
 
 
-class Tensor(msgspec.Struct, frozen=True):
-    """One tensor of a group: ``elements`` per unit, for each token or state row."""
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive elements of a composite entry, such as its quantised values or its scales."""
 
     name: str
     dtype: DType
     elements: int
+
+
+class Tensor(msgspec.Struct, frozen=True):
+    """One tensor of a group: ``elements`` per unit, for each token or state row.
+
+    The elements of a composite tensor are bytes, and ``parts`` say what they are in this order.
+    """
+
+    name: str
+    dtype: DType
+    elements: int
+    parts: tuple[Part, ...] = ()
+
+    @classmethod
+    def composite(cls, name: str, *parts: Part) -> Tensor:
+        """Return a tensor whose entry has parts of different types without gaps."""
+        num_bytes = sum(part.elements * part.dtype.num_bytes for part in parts)
+        return cls(name, DType.UINT8, num_bytes, parts)
 
     def __post_init__(self) -> None:
         if not 1 <= self.elements <= MAX_ELEMENTS:
@@ -109,6 +140,12 @@ class Tensor(msgspec.Struct, frozen=True):
                 ReasonCode.NO_UNITS if self.elements < 1 else ReasonCode.TOO_LARGE,
                 f"tensor {self.name!r} has {self.elements} elements per unit; "
                 f"give it between 1 and {MAX_ELEMENTS}",
+            )
+        in_parts = sum(part.elements * part.dtype.num_bytes for part in self.parts)
+        if self.parts and in_parts != self.unit_bytes:
+            raise InputError(
+                f"the parts of tensor {self.name!r} have {in_parts} bytes and its entry has "
+                f"{self.unit_bytes}; list parts that add up"
             )
 
     @property
@@ -118,13 +155,19 @@ class Tensor(msgspec.Struct, frozen=True):
 
 
 class Group(msgspec.Struct, frozen=True):
-    """Tensors that are sharded alike. ``layers`` are model layer numbers, ascending."""
+    """Tensors that are sharded alike. ``layers`` are model layer numbers, ascending.
+
+    An entry may stand for several tokens, as in compressed attention. It is computed with the last
+    of ``tokens_per_entry`` tokens and counts as that token's, so tokens after the last full entry
+    have none yet.
+    """
 
     name: str
     kind: Kind
     layers: tuple[int, ...]
     units: int
     tensors: tuple[Tensor, ...]
+    tokens_per_entry: int = 1
 
     def __post_init__(self) -> None:
         if not 1 <= self.units <= MAX_UNITS:
@@ -139,9 +182,21 @@ class Group(msgspec.Struct, frozen=True):
             )
         if any(a >= b for a, b in zip(self.layers, self.layers[1:], strict=False)):
             raise InputError(f"group {self.name!r} must list its layers ascending, each once")
+        if not 1 <= self.tokens_per_entry <= MAX_TOKENS_PER_ENTRY:
+            raise InputError(
+                f"an entry of group {self.name!r} stands for 1 to {MAX_TOKENS_PER_ENTRY} tokens, "
+                f"not {self.tokens_per_entry}"
+            )
+        if self.tokens_per_entry > 1 and isinstance(self.kind, StateRow):
+            raise InputError(f"group {self.name!r} has a row per request; leave out the ratio")
         names = [tensor.name for tensor in self.tensors]
         if not names or len(set(names)) != len(names):
             raise InputError(f"group {self.name!r} needs at least one tensor, each name once")
+
+    @property
+    def entries(self) -> Pattern:
+        """The tokens that have an entry."""
+        return Pattern.interleaved(self.tokens_per_entry - 1, self.tokens_per_entry)
 
     @property
     def unit_bytes(self) -> int:
@@ -215,8 +270,10 @@ class CacheSpec(msgspec.Struct, frozen=True):
     def payload_bytes(self, num_tokens: int) -> int:
         """Return the bytes of one request's cache, with each unit counted once."""
         return sum(
-            len(group.owed(num_tokens)) * len(group.layers) * group.units * group.unit_bytes
+            group.entries.count(owed.first, owed.end)
+            * (len(group.layers) * group.units * group.unit_bytes)
             for group in self.groups
+            if (owed := group.owed(num_tokens))
         )
 
 

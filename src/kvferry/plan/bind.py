@@ -20,10 +20,11 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvferry.errors import InputError
-from kvferry.layout.intervals import Span, Tokens
+from kvferry.layout.intervals import Span
 from kvferry.layout.layout import Layout, Shard, find_shard
 from kvferry.layout.pages import local_tokens
 from kvferry.layout.spec import Group
+from kvferry.layout.tokens import Tokens
 from kvferry.plan.coalesce import Pieces, one_piece
 from kvferry.plan.places import MAX_OFFSET, Base, Int64s, PageTable, Placement, PoolMap
 from kvferry.plan.plan import Block, Move, Plan, Request
@@ -272,7 +273,7 @@ def make_template(
                     group,
                     move,
                     layers,
-                    tokens.num_tokens,
+                    tokens,
                     _move_end(group, move, layers, tokens, source_rank, source, offset),
                     _move_end(group, move, layers, tokens, target_rank, target, offset),
                 )
@@ -302,7 +303,7 @@ class _RankShards(NamedTuple):
     unit: int
 
 
-class _MoveEnd(NamedTuple):
+class _MovePlacements(NamedTuple):
     """One end of a move in memory: how its tokens are paged, its first page, its tensors."""
 
     cut: PageCut
@@ -322,16 +323,18 @@ def _move_end(
     rank: _RankShards,
     pools: PoolMap | None,
     offset: int,
-) -> _MoveEnd:
+) -> _MovePlacements:
     num_tokens = tokens.num_tokens
     if pools is None:
         placements = _slot_placements(group, move, num_tokens, offset)
-        return _MoveEnd(PageCut(num_tokens, 0, 1, 0), 0, placements)
+        packed = tokens.pattern.shifted(tokens.first)
+        return _MovePlacements(PageCut(num_tokens, 0, packed, 0), 0, placements)
     placements = tuple(pools.of(group.name, tensor.name) for tensor in group.tensors)
     shard = find_shard(rank.shards, group.name, layers[0])
     local = local_tokens(rank.layout, group, shard, tokens)
     page, within = local.start
-    return _MoveEnd(PageCut(local.page_tokens, within, local.advance, rank.unit), page, placements)
+    held = local.held.shifted(tokens.first)
+    return _MovePlacements(PageCut(local.page_tokens, within, held, rank.unit), page, placements)
 
 
 # Cached, because pushes of one size recur, and bases for each layer are most of a binding's cost.
@@ -359,15 +362,16 @@ def _move_template(
     group: Group,
     move: Move,
     layers: tuple[int, ...],
-    num_tokens: int,
-    source: _MoveEnd,
-    target: _MoveEnd,
+    tokens: Tokens,
+    source: _MovePlacements,
+    target: _MovePlacements,
 ) -> _MoveTemplate:
+    counted = tokens.counted()
     tensors = []
     for tensor, from_, into in zip(
         group.tensors, source.placements, target.placements, strict=True
     ):
-        block = TensorBlock(group.name, len(move.units), tensor.unit_bytes, num_tokens)
+        block = TensorBlock(group.name, len(move.units), tensor.unit_bytes, counted)
         key = PieceKey(block, source.cut, target.cut, _strides(from_), _strides(into))
         bases = from_.bases_of(layers), into.bases_of(layers)
         tensors.append(_TensorTemplate(tensor.name, *bases, key))

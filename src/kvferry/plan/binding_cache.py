@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from math import lcm
 from typing import NamedTuple
 
 from kvferry.ids import Room
@@ -70,21 +69,20 @@ class BindingCache:
         """Return the template of these blocks, from the cache if one of the same shape is there."""
         plan, pair, source, target = pools
         identity = id(plan), pair, id(source), id(target)
-        if len(blocks) != 1 or not plan.has_every_token(*pair, blocks[0].group):
+        cycle = plan.page_cycle(*pair, blocks[0].group) if len(blocks) == 1 else None
+        if cycle is None:
             key: Hashable = (*identity, request, tuple(blocks))
             return self._cached(key, pools, request, blocks).template
         (block,) = blocks
         first, num_tokens = block.tokens.first, len(block.tokens)
-        page_tokens = plan.source.page_tokens, plan.target.page_tokens
-        # The positions of tokens in pages repeat with this period.
-        phase = first % lcm(*page_tokens)
-        key = (*identity, block.group, block.layers, num_tokens, phase)
+        key = (*identity, block.group, block.layers, num_tokens, first % cycle.num_tokens)
         cached = self._cached(key, pools, request, blocks)
         if first == cached.first:
             return cached.template
-        at_source, at_target = ((first - cached.first) // size for size in page_tokens)
+        num_cycles = (first - cached.first) // cycle.num_tokens
         return cached.template.shifted(
-            0 if source is None else at_source, 0 if target is None else at_target
+            0 if source is None else num_cycles * cycle.source_pages,
+            0 if target is None else num_cycles * cycle.target_pages,
         )
 
     def _cached(

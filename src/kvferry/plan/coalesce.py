@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.plan.places import Int64s
 
@@ -60,6 +61,16 @@ class Pieces(NamedTuple):
         """
         return self.whole_pages or self.num_pieces == len(self.lengths)
 
+    def select(self, which: NDArray[np.bool_] | NDArray[np.intp]) -> Pieces:
+        """Return some of the segments."""
+        return self._replace(
+            source=self.source[which],
+            target=self.target[which],
+            lengths=self.lengths[which],
+            rows=self.rows[which],
+            cols=self.cols[which],
+        )
+
     def merged(self) -> Pieces:
         """Return the same bytes with segments joined that touch on both sides."""
         if len(self.lengths) < 2:
@@ -72,13 +83,7 @@ class Pieces(NamedTuple):
             & (self.target[:-1] + self.lengths[:-1] == self.target[1:])
         )
         starts = np.concatenate(([0], np.flatnonzero(~touching) + 1))
-        return self._replace(
-            source=self.source[starts],
-            target=self.target[starts],
-            lengths=np.add.reduceat(self.lengths, starts),
-            rows=self.rows[starts],
-            cols=self.cols[starts],
-        )
+        return self.select(starts)._replace(lengths=np.add.reduceat(self.lengths, starts))
 
     def expand(self) -> tuple[Int64s, Int64s, Int64s]:
         """Return the source offset, target offset and length of every piece."""

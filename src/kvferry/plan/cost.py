@@ -22,33 +22,31 @@ from kvferry.regions import PAGE_BYTES, Device
 
 # ---------------------------------------------------------------- staging slots
 
-# Default of ``EndpointConfig.staging_bytes``; the default slot sizes follow from it.
-DEFAULT_BUDGET_BYTES = 64 * MIB
-
 
 class SlotRule(NamedTuple):
-    """The cost and the best size of staging slots on one kind of device.
+    """The staging memory on one kind of device: its default size, and the cost and size of slots.
 
     ``slot_s`` is the fixed cost of a slot: messages and thread switches. Slots above ``max_bytes``
     are no faster. With ``enough`` slots, copies and writes overlap.
     """
 
+    budget_bytes: int
     slot_s: float
     max_bytes: int
     enough: int
 
-    def slot_bytes(self, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> int:
-        """Return the default size of a slot for a staging budget."""
-        share = budget_bytes // self.enough // PAGE_BYTES * PAGE_BYTES
-        return min(self.max_bytes, share)
+    def slot_bytes(self, budget_bytes: int | None = None) -> int:
+        """Return the default size of a slot for a staging budget, or for the default budget."""
+        budget = self.budget_bytes if budget_bytes is None else budget_bytes
+        return min(self.max_bytes, budget // self.enough // PAGE_BYTES * PAGE_BYTES)
 
 
 # 0.25 ms: gather, write, notification and scatter through the queues of two processes, measured on
 # a host with 2 shared cores (docs/adr/0012). One slot is filled while others are sent and drained.
-HOST_SLOTS = SlotRule(slot_s=250e-6, max_bytes=16 * MIB, enough=4)
-# 0.9 ms: measured on an H200 with 134 slots of 15 MiB. A GPU copies a slot in less time than its
+HOST_SLOTS = SlotRule(budget_bytes=64 * MIB, slot_s=250e-6, max_bytes=16 * MIB, enough=4)
+# 0.6 ms: measured on an H200 with slots of 64 to 512 MiB. A GPU copies a slot in less time than its
 # messages take, so it gets fewer slots, which grow with the budget.
-GPU_SLOTS = SlotRule(slot_s=900e-6, max_bytes=256 * MIB, enough=3)
+GPU_SLOTS = SlotRule(budget_bytes=128 * MIB, slot_s=600e-6, max_bytes=256 * MIB, enough=2)
 
 
 def slots_on(device: Device) -> SlotRule:

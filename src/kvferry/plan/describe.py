@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvferry.layout.intervals import Span, Tokens
+from kvferry.layout.intervals import Span
 from kvferry.layout.layout import Layout, Parallel
-from kvferry.layout.spec import CacheSpec, Group, Paged, StateRow, Window
+from kvferry.layout.spec import CacheSpec, Group, Paged, StateRow, Tensor, Window
+from kvferry.layout.tokens import Tokens
 from kvferry.plan.plan import Move, Plan
 
 MOVE_COLUMNS = ("from", "to", "group", "layers", "units")
@@ -21,9 +22,15 @@ def rank_coordinates(layout: Layout, rank: int) -> list[str]:
     if not isinstance(sharding, Parallel):
         return []
     rest, tp_rank = divmod(rank, sharding.tp)
-    pp_rank, cp_rank = divmod(rest, sharding.cp)
-    outer = [("pp", pp_rank, sharding.pp), ("cp", cp_rank, sharding.cp)]
-    return [*(f"{axis}{at}" for axis, at, size in outer if size > 1), f"tp{tp_rank}"]
+    rest, cp_rank = divmod(rest, sharding.cp)
+    pp_rank, copy = divmod(rest, sharding.copies)
+    axes = [
+        ("pp", pp_rank, sharding.pp),
+        ("copy", copy, sharding.copies),
+        ("cp", cp_rank, sharding.cp),
+        ("dcp", tp_rank % sharding.dcp, sharding.dcp),
+    ]
+    return [*(f"{axis}{at}" for axis, at, size in axes if size > 1), f"tp{tp_rank}"]
 
 
 def rank_name(layout: Layout, rank: int) -> str:
@@ -41,11 +48,13 @@ def kind_text(group: Group) -> str:
     """Return what a group keeps, in a few words."""
     match group.kind:
         case Paged():
-            return "paged"
-        case Window(num_tokens=kept):
-            return f"window of {kept:,} tokens"
+            kept = "paged"
+        case Window(num_tokens=num_tokens):
+            kept = f"window of {num_tokens:,} tokens"
         case StateRow():
-            return "one row per request"
+            kept = "one row per request"
+    ratio = group.tokens_per_entry
+    return kept if ratio == 1 else f"{kept}, an entry for {ratio} tokens"
 
 
 def spec_lines(spec: CacheSpec) -> list[str]:
@@ -53,10 +62,16 @@ def spec_lines(spec: CacheSpec) -> list[str]:
     return [
         f"{group.name}: {len(group.layers)} of {spec.num_layers} layers × {group.units} units × "
         f"{group.unit_bytes} B ({kind_text(group)}; "
-        + ", ".join(f"{t.name} {t.elements} × {t.dtype}" for t in group.tensors)
+        + ", ".join(map(tensor_text, group.tensors))
         + ")"
         for group in spec.groups
     ]
+
+
+def tensor_text(tensor: Tensor) -> str:
+    """Return what an entry of a tensor consists of: ``k 128 × bfloat16``."""
+    parts = tensor.parts or (tensor,)
+    return f"{tensor.name} " + " + ".join(f"{p.elements} × {p.dtype}" for p in parts)
 
 
 def layers_text(group: Group, span: Span) -> str:
@@ -66,10 +81,17 @@ def layers_text(group: Group, span: Span) -> str:
 
 
 def tokens_text(tokens: Tokens) -> str:
-    """Return the positions of a finite token set: ``0-99``, or ``1-99 by 2`` with a stride."""
+    """Return a finite token set in words: ``0-99``, ``1-99 by 2``, or ``64-255, 64 of 128``.
+
+    The last form says how many positions are members of how many.
+    """
     assert tokens.end is not None
-    step = f" by {tokens.step}" if tokens.step > 1 and tokens.num_tokens > 1 else ""
-    return span_text(Span(tokens.first, tokens.end)) + step
+    span, pattern = Span(tokens.first, tokens.end), tokens.pattern
+    if tokens.num_tokens == len(span):
+        return span_text(span)
+    if pattern.density == 1:
+        return f"{span_text(span)} by {pattern.period}"
+    return f"{span_text(span)}, {pattern}"
 
 
 def move_cells(plan: Plan, move: Move) -> list[str]:

@@ -13,9 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry.errors import InputError
-from kvferry.layout.intervals import Span, Tokens
+from kvferry.layout.intervals import Span
 from kvferry.layout.layout import Layout, Shard, find_shard
 from kvferry.layout.pages import local_tokens
+from kvferry.layout.tokens import Pattern, Tokens
 from kvferry.plan.bind import PagedView, RankPair, bind
 from kvferry.plan.choose import BlockShape, Choice, TransferMode, choose, shape_of
 from kvferry.plan.cost import LinkCost
@@ -114,7 +115,7 @@ class _EndSignature(NamedTuple):
 
     num_units: int
     first: int
-    advance: int
+    held: Pattern
     pages: Span
 
 
@@ -124,7 +125,7 @@ class _MoveSignature(NamedTuple):
     group: str
     num_layers: int
     num_units: int
-    num_tokens: int
+    tokens: Tokens
     source: _EndSignature
     target: _EndSignature
 
@@ -132,16 +133,18 @@ class _MoveSignature(NamedTuple):
 def _signature(plan: Plan, move: Move, tokens: Tokens) -> _MoveSignature:
     group = plan.spec.group(move.group)
     layers = group.layers_in(move.layers)
-    num_tokens = tokens.num_tokens
 
     def end(layout: Layout, shards: tuple[Shard, ...]) -> _EndSignature:
         held = find_shard(shards, move.group, layers[0])
         local = local_tokens(layout, group, held, tokens)
-        return _EndSignature(len(held.units), local.first, local.advance, local.pages(num_tokens))
+        # Counted from the first token, ranks that take turns are alike.
+        around = local.held.shifted(tokens.first)
+        return _EndSignature(len(held.units), local.first, around, local.pages)
 
     source = end(plan.source, plan.held[move.source])
     target = end(plan.target, plan.wanted[move.target])
-    return _MoveSignature(move.group, len(layers), len(move.units), num_tokens, source, target)
+    counted = tokens.counted()
+    return _MoveSignature(move.group, len(layers), len(move.units), counted, source, target)
 
 
 def _check_num_pages(examples: Iterable[_MoveSignature]) -> None:

@@ -183,7 +183,7 @@ def _dense(
     bases: tuple[Base, ...],
 ) -> Placement:
     unit = tensor.unit_bytes
-    page_tokens = 1 if isinstance(group.kind, StateRow) else layout.page_tokens
+    page_tokens = layout.page_entries(group)
     by_head = layout.order is Order.HND
     return Placement(
         group=group.name,

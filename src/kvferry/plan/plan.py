@@ -7,18 +7,22 @@ compare at the handshake. Both sides derive what is sent and what is expected fr
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import msgspec
 
 from kvferry.errors import InputError
-from kvferry.layout.intervals import ALL_TOKENS, Span, Tokens, cut
-from kvferry.layout.layout import Layout, Shards
+from kvferry.layout.intervals import Span, cut
+from kvferry.layout.layout import Layout, Shards, find_shard
+from kvferry.layout.pages import page_period
 from kvferry.layout.spec import CacheSpec, StateRow
+from kvferry.layout.tokens import Tokens
 
 # Part of every digest. Change it when the meaning of a move changes.
-PLAN_FORMAT = "kvferry-plan-1"
+PLAN_FORMAT = "kvferry-plan-2"
 
 # Number of requests whose blocks are cached. Sizes recur, and every step of a request needs them.
 MAX_CACHED_BLOCKS = 1024
@@ -80,6 +84,14 @@ class Block(msgspec.Struct, frozen=True, order=True, array_like=True):
         return f"<{self.group} layers {self.layers} tokens {self.tokens}>"
 
 
+class PageCycle(NamedTuple):
+    """After ``num_tokens`` tokens, the next are as many pages further on in the same places."""
+
+    num_tokens: int
+    source_pages: int
+    target_pages: int
+
+
 class Plan:
     """All moves between one source replica and one target replica, in a canonical order."""
 
@@ -88,6 +100,7 @@ class Plan:
         self.target = target
         self.moves = moves
         self._cached_blocks: dict[tuple[int, int, int, int], tuple[Block, ...]] = {}
+        self._page_cycles: dict[tuple[int, int, str], PageCycle | None] = {}
 
     @property
     def spec(self) -> CacheSpec:
@@ -118,19 +131,33 @@ class Plan:
             pairs.setdefault((move.source, move.target), []).append(move)
         return {pair: tuple(moves) for pair, moves in pairs.items()}
 
-    @cached_property
-    def _partial_groups(self) -> frozenset[tuple[int, int, str]]:
-        """Pairs and groups with a move of state, or of only some of the tokens."""
-        groups = {group.name: group for group in self.spec.groups}
-        return frozenset(
-            (move.source, move.target, move.group)
-            for move in self.moves
-            if move.tokens != ALL_TOKENS or isinstance(groups[move.group].kind, StateRow)
-        )
+    def page_cycle(self, source: int, target: int, group: str) -> PageCycle | None:
+        """Return after how many tokens the places in pages of a pair's tokens repeat.
 
-    def has_every_token(self, source: int, target: int, group: str) -> bool:
-        """Return whether both ranks hold all tokens of a group that follows tokens."""
-        return (source, target, group) not in self._partial_groups
+        None if the pair has moves of state rows, or moves that begin or end at a token.
+        """
+        key = source, target, group
+        if key not in self._page_cycles:
+            self._page_cycles[key] = self._find_page_cycle(*key)
+        return self._page_cycles[key]
+
+    def _find_page_cycle(self, source: int, target: int, group: str) -> PageCycle | None:
+        moves = [move for move in self.between(source, target) if move.group == group]
+        is_state = isinstance(self.spec.group(group).kind, StateRow)
+        if is_state or not moves or any(move.tokens.is_bounded for move in moves):
+            return None
+        layer = moves[0].layers.first
+        ends = (
+            (self.source, find_shard(self.held[source], group, layer)),
+            (self.target, find_shard(self.wanted[target], group, layer)),
+        )
+        patterns = [move.tokens.pattern.period for move in moves]
+        num_tokens = math.lcm(*patterns, *(page_period(*end) for end in ends))
+        pages = (
+            shard.tokens.pattern.below(num_tokens) // layout.page_entries(self.spec.group(group))
+            for layout, shard in ends
+        )
+        return PageCycle(num_tokens, *pages)
 
     @cached_property
     def _targets(self) -> dict[int, tuple[int, ...]]:

@@ -3,21 +3,24 @@
 It shares no code with the planner. Every move must lie within the shards of its source and of its
 target, at the right local unit. Then, for each target, every move is counted on a dense grid of
 (token, layer, unit) as large as the target's shards, and each cell must be written exactly once.
-Tokens are represented by samples: between two edges, ownership repeats with the common period, so
-one period is enough.
+Tokens are represented by samples: between two positions where a set begins or ends, ownership
+repeats with the common period and changes only where a run begins or ends, so these positions of
+one period are enough.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.errors import BrokenPlan
-from kvferry.layout.intervals import Span, Tokens
+from kvferry.layout.intervals import Span
 from kvferry.layout.layout import Shard
+from kvferry.layout.tokens import Tokens
 from kvferry.plan.plan import Move, Plan
 
 Counts = NDArray[np.int32]
@@ -67,10 +70,12 @@ def _fits(move: Move, shard: Shard) -> bool:
     return same_group and shard.units.covers(move.units) and _within(move.tokens, shard.tokens)
 
 
+# Cached, because most moves of a plan have one of a few token sets.
+@lru_cache(maxsize=1024)
 def _within(inner: Tokens, outer: Tokens) -> bool:
-    if inner.first not in outer or inner.step % outer.step:
-        return False
-    return outer.end is None or (inner.end is not None and inner.end <= outer.end)
+    """Return whether every token of one set is in the other."""
+    samples = np.array(_sample_tokens((inner, outer)), dtype=np.int64)
+    return not (_inside(inner, samples) & ~_inside(outer, samples)).any()
 
 
 def _check_target(
@@ -90,9 +95,29 @@ def _check_target(
 def _sample_tokens(patterns: Iterable[Tokens]) -> list[int]:
     """Return enough positions that patterns which agree on them agree everywhere."""
     distinct = set(patterns)
-    period = math.lcm(*(tokens.step for tokens in distinct))
-    edges = sorted({0} | {t.first for t in distinct} | {t.end for t in distinct if t.end})
-    return sorted({token for edge in edges for token in range(edge, edge + period)})
+    period = math.lcm(*(tokens.pattern.period for tokens in distinct))
+    edges = {0} | {t.first for t in distinct} | {t.end for t in distinct if t.end}
+    borders = {
+        at + border
+        for tokens in distinct
+        for run in tokens.pattern.runs
+        for border in (run.first, run.end)
+        for at in range(0, period, tokens.pattern.period)
+    }
+    # The first occurrence of each border from each edge on.
+    return sorted(edges | {edge + (border - edge) % period for edge in edges for border in borders})
+
+
+def _inside(tokens: Tokens, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return which positions are in a set."""
+    residues = positions % tokens.pattern.period
+    inside = np.zeros(len(positions), dtype=np.bool_)
+    for run in tokens.pattern.runs:
+        inside |= (run.first <= residues) & (residues < run.end)
+    inside &= positions >= tokens.first
+    if tokens.end is not None:
+        inside &= positions < tokens.end
+    return inside
 
 
 class _Grid:
@@ -118,12 +143,5 @@ class _Grid:
         for block in blocks:
             first, end = np.searchsorted(self.layers, (block.layers.first, block.layers.end))
             units = slice(block.units.first - self.units.first, block.units.end - self.units.first)
-            counts[self._inside(block.tokens), first:end, units] += 1
+            counts[_inside(block.tokens, self.tokens), first:end, units] += 1
         return counts
-
-    def _inside(self, pattern: Tokens) -> NDArray[np.bool_]:
-        tokens = self.tokens
-        inside = (tokens >= pattern.first) & ((tokens - pattern.first) % pattern.step == 0)
-        if pattern.end is not None:
-            inside &= tokens < pattern.end
-        return np.asarray(inside)

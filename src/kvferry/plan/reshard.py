@@ -11,8 +11,7 @@ split. If k does not divide the line, the remaining layers go to the sources wit
 far, one each. So sources that hold the same shards differ by at most one layer of one cell,
 over any number of cells.
 
-Tokens are never enumerated. A token class is a residue modulo the least common multiple of the
-strides, between two positions where a stated span begins or ends.
+Tokens are never enumerated (``token_classes``).
 """
 
 from __future__ import annotations
@@ -29,17 +28,15 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from kvferry.errors import ReasonCode, Refused
-from kvferry.layout.intervals import Span, Tokens
+from kvferry.layout.intervals import Span
 from kvferry.layout.layout import Layout, Shard
 from kvferry.layout.match import mismatches
 from kvferry.layout.spec import Group
+from kvferry.layout.tokens import Tokens
 from kvferry.plan.plan import Move, Plan
+from kvferry.plan.token_classes import token_classes
 
-# Limit on the token classes of one group. Large coprime strides multiply; no real layout has them,
-# and a hostile one must not take minutes to plan.
-MAX_TOKEN_CLASSES = 1024
-
-# Limit on the cells of one group, for the same reason.
+# Limit on the cells of one group: a hostile layout must not take minutes to plan.
 MAX_CELLS = 1 << 17
 
 
@@ -49,11 +46,15 @@ class _RankShard(NamedTuple):
 
 
 class _Cell(NamedTuple):
-    """Part of a group that each of its sources holds and each of its targets needs."""
+    """Part of a group that each of its sources holds and each of its targets needs.
+
+    ``weight`` counts its tokens in a period that all cells of the group share.
+    """
 
     layers: tuple[int, ...]
     units: Span
     tokens: Tokens
+    weight: int
     sources: list[_RankShard]
     targets: list[_RankShard]
 
@@ -109,6 +110,7 @@ def _cells(
     layer_cuts = _cuts(shard.layers for shard in shards)
     unit_cuts = _cuts(shard.units for shard in shards)
     classes = token_classes([shard.tokens for shard in shards], group.name)
+    period = math.lcm(*(tokens.pattern.period for tokens in classes))
     _check_num_cells(group, len(layer_cuts) * len(unit_cuts) * len(classes))
     axes = [
         (
@@ -131,7 +133,9 @@ def _cells(
                 held = s_layers[i] & s_units[j] & s_tokens[k]
                 if not held:
                     raise _incomplete(group, layers, units, tokens, role)
-                yield _Cell(layers, units, tokens, _pick(sources, held), _pick(targets, wanted))
+                weight = tokens.pattern.density * (period // tokens.pattern.period)
+                ends = _pick(sources, held), _pick(targets, wanted)
+                yield _Cell(layers, units, tokens, weight, *ends)
 
 
 def _cuts(spans: Iterable[Span]) -> list[int]:
@@ -176,29 +180,6 @@ def _pick(side: list[_RankShard], mask: int) -> list[_RankShard]:
     return picked
 
 
-def token_classes(sets: Sequence[Tokens], group: str) -> list[Tokens]:
-    """Return disjoint token sets such that each of ``sets`` is a union of some of them."""
-    distinct = set(sets)
-    period = math.lcm(*(tokens.step for tokens in distinct))
-    edges = {0}
-    for tokens in distinct:
-        # A first position below the step is a residue, not an edge.
-        edges |= {tokens.first} if tokens.first >= tokens.step else set()
-        edges |= {tokens.end} if tokens.end is not None else set()
-    if period * len(edges) > MAX_TOKEN_CLASSES:
-        raise Refused.because(
-            ReasonCode.TOO_LARGE,
-            f"group {group!r} would have {period * len(edges)} token classes "
-            f"(limit {MAX_TOKEN_CLASSES}); use context-parallel sizes with a common divisor",
-        )
-    ordered = sorted(edges)
-    classes = []
-    for start, end in zip(ordered, [*ordered[1:], None], strict=True):
-        stop = start + period if end is None else min(end, start + period)
-        classes += [Tokens(first, end, period) for first in range(start, stop)]
-    return classes
-
-
 # ---------------------------------------------------------------- sharing
 
 
@@ -211,8 +192,7 @@ def _share(group: str, cell: _Cell, loads: Counter[int]) -> Iterator[Move]:
     begin = 0
     for held, share in zip(cell.sources, _shares(cell, loads), strict=True):
         end = begin + share
-        # All token classes of a group have the same step, so they count the same.
-        loads[held.rank] += share * len(cell.units)
+        loads[held.rank] += share * len(cell.units) * cell.weight
         while begin < end:
             which, offset = divmod(begin, num_layers)
             stop = min(end, (which + 1) * num_layers)
@@ -303,7 +283,8 @@ def _check_complete(group: Group, targets: list[_RankShard]) -> None:
 
     The targets are taken as sources here, with a single target that needs the whole model.
     """
-    model = Shard(group.name, Span(0, group.layers[-1] + 1), Span(0, group.units))
+    tokens = Tokens(group.tokens_per_entry - 1, None, group.entries)
+    model = Shard(group.name, Span(0, group.layers[-1] + 1), Span(0, group.units), tokens)
     for _ in _cells(group, targets, [_RankShard(0, model)], role="decode"):
         pass
 

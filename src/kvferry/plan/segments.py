@@ -12,9 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry.errors import InputError
-from kvferry.layout.pages import LocalTokens
+from kvferry.layout.tokens import Pattern, Tokens
 from kvferry.plan.coalesce import Pieces, SegmentShape, Stride, pieces_of
 from kvferry.plan.places import Int64s, PageTable
+from kvferry.plan.stretches import stretches
 
 # Templates of short requests are cached: these sizes recur, and working a template out takes longer
 # than copying the bytes. Long requests seldom have the same size, and their templates are large.
@@ -35,46 +36,75 @@ class _SegmentStarts(NamedTuple):
 class PageCut(NamedTuple):
     """How one end of a move cuts its tokens into pages.
 
-    The tokens have the local indices ``first, first + advance, ...`` there, counted from the
-    page that holds the first of them. ``unit`` is the first of the move's units there.
+    ``first`` is the place of the move's first token in its page, from which pages are counted
+    there. ``held`` is what the end holds, counted from the same token. ``unit`` is the first of the
+    move's units there.
     """
 
     page_tokens: int
     first: int
-    advance: int
+    held: Pattern
     unit: int
 
-    def page_starts(self, num_tokens: int) -> Int64s:
+
+class _MoveEnd(NamedTuple):
+    """One end of a move: its pages, and where its stretches are in them.
+
+    The first token of stretch ``i`` is token ``starts[i]`` of the move and has the local index
+    ``local[i]``, counted from the start of the first page. The next tokens are ``advance`` apart.
+    """
+
+    page_tokens: int
+    starts: Int64s
+    local: Int64s
+    advance: int
+    num_tokens: int
+
+    def page_starts(self) -> Int64s:
         """Return the indices of the move's tokens that are the first in a new page."""
-        if self.advance == 1:
-            return np.arange(-self.first % self.page_tokens or self.page_tokens, num_tokens,
-                             self.page_tokens, dtype=np.int64)  # fmt: skip
-        pages = np.arange(1, self._num_pages(num_tokens))
-        return -((self.first - pages * self.page_tokens) // self.advance)
+        size, advance, local = self.page_tokens, self.advance, self.local
+        if len(self.starts) == 1:
+            first = int(local[0])
+            if advance == 1:
+                return np.arange(-first % size or size, self.num_tokens, size, dtype=np.int64)
+            return -((first - np.arange(1, self.num_pages) * size) // advance)
+        last = local + (np.diff(self.starts, append=self.num_tokens) - 1) * advance
+        page = local // size
+        num_starts = last // size - page
+        stretch = np.repeat(np.arange(len(local)), num_starts)
+        nth = np.arange(len(stretch)) - np.repeat(np.cumsum(num_starts) - num_starts, num_starts)
+        inside = (page[stretch] + nth + 1) * size - local[stretch]
+        return np.asarray(self.starts[stretch] - (-inside // advance))
 
     def locate(self, starts: Int64s) -> _SegmentStarts:
         """Return where the tokens with the indices ``starts`` are."""
-        page, token = np.divmod(self.first + starts * self.advance, self.page_tokens)
+        if len(self.starts) == 1:
+            local = self.local[0] + starts * self.advance
+        else:
+            stretch = np.searchsorted(self.starts, starts, "right") - 1
+            local = self.local[stretch] + (starts - self.starts[stretch]) * self.advance
+        page, token = np.divmod(local, self.page_tokens)
         return _SegmentStarts(page, token, one_per_page=False)
 
-    def locate_pages(self, num_tokens: int) -> _SegmentStarts:
+    def locate_pages(self) -> _SegmentStarts:
         """Return where each page's first token is: ``locate`` without a division."""
-        num_pages = self._num_pages(num_tokens)
-        page = np.arange(num_pages, dtype=np.int64)
-        token = np.zeros(num_pages, dtype=np.int64)
-        token[0] = self.first
+        page = np.arange(self.num_pages, dtype=np.int64)
+        token = np.zeros(self.num_pages, dtype=np.int64)
+        token[0] = self.local[0]
         return _SegmentStarts(page, token, one_per_page=True)
 
-    def _num_pages(self, num_tokens: int) -> int:
-        # The first token is in page 0.
-        return LocalTokens(self.page_tokens, self.first, self.advance).pages(num_tokens).end
+    @property
+    def num_pages(self) -> int:
+        """Number of pages of a move of a single stretch."""
+        return int(self.local[0] + (self.num_tokens - 1) * self.advance) // self.page_tokens + 1
 
-    def cuts_like(self, other: PageCut) -> bool:
+    def cuts_like(self, other: _MoveEnd) -> bool:
         """Return whether both ends hold every token and begin pages at the same tokens."""
         return (
             self.advance == other.advance == 1
             and self.page_tokens == other.page_tokens
-            and self.first == other.first
+            and len(self.starts) == 1
+            and self.local[0] == other.local[0]
         )
 
 
@@ -108,12 +138,15 @@ class PoolStrides(NamedTuple):
 
 
 class TensorBlock(NamedTuple):
-    """What one tensor of one move carries in each layer: tokens of units of ``unit_bytes``."""
+    """What one tensor of one move carries in each layer: tokens of units of ``unit_bytes``.
+
+    Tokens are counted from the first of them, so that equal blocks of a request are equal.
+    """
 
     group: str
     num_units: int
     unit_bytes: int
-    num_tokens: int
+    tokens: Tokens
 
 
 class PieceKey(NamedTuple):
@@ -136,13 +169,21 @@ class _PieceTemplate(NamedTuple):
 
 def _make_template(key: PieceKey) -> _PieceTemplate:
     block, source, target, from_, into = key
-    starts, target_starts, num_tokens = _segments(block.num_tokens, source, target)
+    found = stretches(block.tokens, source.held, target.held)
+    ends = [
+        _MoveEnd(cut.page_tokens, found.starts, local + cut.first, advance, block.tokens.num_tokens)
+        for cut, local, advance in zip(
+            (source, target), (found.source, found.target), found.advance, strict=True
+        )
+    ]
+    starts, target_starts, num_tokens = _segments(*ends)
+    advance = found.advance
     shape = SegmentShape(
-        Stride(from_.token_stride * source.advance, into.token_stride * target.advance),
+        Stride(from_.token_stride * advance.source, into.token_stride * advance.target),
         Stride(from_.unit_stride, into.unit_stride),
         block.num_units,
         block.unit_bytes,
-        _full_segment(source, target),
+        min(found.longest, _full_segment(*ends)),
     )
     pieces = pieces_of(
         starts.token * from_.token_stride + source.unit * from_.unit_stride,
@@ -162,7 +203,7 @@ _cached_template = lru_cache(maxsize=MAX_CACHED_TEMPLATES)(_make_template)
 def bind_pieces(key: PieceKey, source: RequestPages, target: RequestPages) -> Pieces:
     """Return the pieces on these pages. Raises ``InputError`` if a page is wrong."""
     block = key.block
-    cached = block.num_tokens <= MAX_CACHED_TOKENS
+    cached = block.tokens.num_tokens <= MAX_CACHED_TOKENS
     template = (_cached_template if cached else _make_template)(key)
     source_pages = source.pages(template.source, block.group)
     target_pages = target.pages(template.target, block.group)
@@ -197,31 +238,33 @@ def _check_distinct(group: str, segment_page: Int64s, pages: Int64s) -> None:
         raise InputError(f"a target page appears twice in the table of group {group!r}")
 
 
-def _segments(
-    num_tokens: int, source: PageCut, target: PageCut
-) -> tuple[_SegmentStarts, _SegmentStarts, Int64s]:
+def _segments(source: _MoveEnd, target: _MoveEnd) -> tuple[_SegmentStarts, _SegmentStarts, Int64s]:
     """Return where segments begin on the source and on the target, and their lengths in tokens."""
     alike = source.cuts_like(target)
-    inner = source.page_starts(num_tokens)
+    inner = source.page_starts()
     if not alike:
-        inner = np.concatenate((inner, target.page_starts(num_tokens)))
+        inner = np.concatenate((source.starts[1:], inner, target.page_starts()))
         inner.sort()
     edges = np.empty(len(inner) + 2, dtype=np.int64)
-    edges[0], edges[1:-1], edges[-1] = 0, inner, num_tokens
+    edges[0], edges[1:-1], edges[-1] = 0, inner, source.num_tokens
     if alike:
-        at_source, at_target = (end.locate_pages(num_tokens) for end in (source, target))
-        return at_source, at_target, edges[1:] - edges[:-1]
+        return source.locate_pages(), target.locate_pages(), edges[1:] - edges[:-1]
     # np.unique hashes, and np.diff costs more than all of this.
     last = np.flatnonzero(edges[1:] != edges[:-1])
     starts, ends = edges[last], edges[last + 1]
     return source.locate(starts), target.locate(starts), ends - starts
 
 
-def _full_segment(source: PageCut, target: PageCut) -> int:
+def _full_segment(source: _MoveEnd, target: _MoveEnd) -> int:
     """Return the tokens of the longest segment that both sides' pages allow."""
     in_source, in_target = (-(-end.page_tokens // end.advance) for end in (source, target))
-    behind = (source.first - target.first) % in_source
-    if in_source == in_target and source.advance == target.advance == 1 and behind:
+    behind = int(source.local[0] - target.local[0]) % in_source
+    if (
+        in_source == in_target
+        and source.advance == target.advance == 1
+        and len(source.starts) == 1
+        and behind
+    ):
         # Equal pages that begin at different tokens cut each other in two, always alike.
         return max(behind, in_source - behind)
     return min(in_source, in_target)

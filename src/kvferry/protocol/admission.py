@@ -1,4 +1,4 @@
-"""Admission of rooms, and a source's memory of rooms that are not open.
+"""Admission of offers, and a source's memory of rooms that are not open.
 
 Messages about a room may reach a source before its engine has opened the room, or after the room
 has failed: an offer before the open, an abort before its offer, an offer after the failure. What
@@ -10,43 +10,14 @@ from __future__ import annotations
 from collections import deque
 
 from kvferry.config import ProtocolConfig
-from kvferry.errors import Refused
-from kvferry.fingerprint import difference
 from kvferry.ids import Peer, Room
 from kvferry.plan.plan import Block
 from kvferry.protocol.checks import offer_problem
-from kvferry.protocol.events import Instance
-from kvferry.protocol.links import Link, Plans
+from kvferry.protocol.links import Link
 from kvferry.protocol.messages import Abort, Offer
 from kvferry.protocol.outbound import SourceRoom
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.protocol.states import SOURCE_ROOM, LinkState, RoomState, SourceRoomStep, advance
-
-
-def room_refusal(
-    deadline: float, now: float, num_rooms: int, num_quarantined: int, config: ProtocolConfig
-) -> Failure | None:
-    """Return why an endpoint can't take another room."""
-    if deadline <= now:
-        return Failure.of(FailureCode.DEADLINE, "the deadline had passed at the start")
-    if num_rooms >= config.max_rooms:
-        return Failure.of(FailureCode.TOO_MANY_ROOMS, f"{num_rooms} rooms are open here")
-    if num_quarantined >= config.max_quarantined_rooms:
-        text = f"{num_quarantined} failed rooms wait for proof from lost peers"
-        return Failure.of(FailureCode.QUARANTINE_FULL, text)
-    return None
-
-
-def prefill_refusal(prefill: Instance, fingerprint: str, plans: Plans) -> Failure | None:
-    """Return why a target can't receive from a prefill instance, before any handshake."""
-    if prefill.fingerprint != fingerprint:
-        text = difference(prefill.fingerprint, fingerprint)
-        return Failure.of(FailureCode.REFUSED, text)
-    try:
-        plans.plan_with(prefill.layout)
-    except Refused as refused:
-        return Failure.of(FailureCode.REFUSED, str(refused))
-    return None
 
 
 class SourceAdmission:

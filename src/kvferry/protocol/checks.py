@@ -1,8 +1,4 @@
-"""Validation of a peer's messages.
-
-A source checks the pools of a Hello and the pages of an Offer; a target checks what a Close says
-was computed. Each function returns the problem, or None.
-"""
+"""Validation of the memory that a target's Hello and Offer describe."""
 
 from __future__ import annotations
 
@@ -13,8 +9,7 @@ from kvferry.layout.pages import local_pages
 from kvferry.layout.spec import Group
 from kvferry.plan.places import PoolMap
 from kvferry.plan.plan import Block, Plan
-from kvferry.protocol.messages import Close, Hello, Offer, PageTableMessage
-from kvferry.protocol.outcome import Failure, FailureCode
+from kvferry.protocol.messages import Hello, Offer, PageTableMessage
 
 
 def pools_problem(layout: Layout, rank: int, pools: PoolMap) -> str | None:
@@ -46,27 +41,6 @@ def offer_problem(
         if problem:
             return f"group {block.group!r} {problem}"
     return None
-
-
-def close_problem(close: Close, num_tokens: int, digest: bytes) -> Failure | None:
-    """Return how the source's request differs from the one that was asked for.
-
-    Either both sides give a digest, or neither does.
-    """
-    if close.num_tokens != num_tokens:
-        text = f"prefill has {close.num_tokens} tokens, decode {num_tokens}"
-        return Failure.of(FailureCode.TOKENS_DIFFER, text)
-    if close.digest == digest:
-        return None
-    if not close.digest or not digest:
-        lacking = "prefill" if digest else "decode"
-        text = f"{lacking} gave no digest of its request; give one on both sides, or on neither"
-    else:
-        text = (
-            "prefill computed another request than the one decode asked for, so its cache is not "
-            "used; give each request a room id of its own"
-        )
-    return Failure.of(FailureCode.CONTENT_DIFFERS, text)
 
 
 def _table_problem(

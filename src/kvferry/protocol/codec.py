@@ -33,7 +33,6 @@ class BadFrame(NamedTuple):
     """A rejected frame. ``header`` is set if at least the header could be decoded."""
 
     fault: FrameFault
-    text: str
     header: Header | None = None
 
 
@@ -73,18 +72,17 @@ def encode(envelope: Envelope) -> bytes:
 def decode(frame: bytes) -> Envelope | BadFrame:
     """Return the message in a frame, or why it was rejected. Never raises."""
     if len(frame) > MAX_FRAME_BYTES:
-        return BadFrame(FrameFault.OVERSIZED, f"{len(frame)} bytes")
+        return BadFrame(FrameFault.OVERSIZED)
     try:
         header = _header_decoder.decode(frame)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        return BadFrame(FrameFault.FOREIGN, str(error))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
+        return BadFrame(FrameFault.FOREIGN)
     if header.magic != MAGIC:
-        return BadFrame(FrameFault.FOREIGN, "not a kvferry frame")
+        return BadFrame(FrameFault.FOREIGN)
     if header.version != VERSION:
-        text = f"version {header.version}, here {VERSION}"
-        return BadFrame(FrameFault.VERSION, text, header)
+        return BadFrame(FrameFault.VERSION, header)
     try:
         body = _body_decoder.decode(header.body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        return BadFrame(FrameFault.MALFORMED, str(error), header)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
+        return BadFrame(FrameFault.MALFORMED, header)
     return Envelope(header.sender, header.incarnation, header.session, header.seq, body)

@@ -38,11 +38,6 @@ class CreditBook:
         self._window = window
         self._queue: OrderedDict[AccountKey, None] = OrderedDict()
 
-    @property
-    def num_promised(self) -> int:
-        """Number of slots that sources may be writing into."""
-        return sum(len(account.outstanding) for account in self.accounts.values())
-
     def want(self, key: AccountKey, total: int, sharers: int = 1) -> None:
         """Record that an account needs ``total`` credits over its lifetime.
 

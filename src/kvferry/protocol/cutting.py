@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from math import lcm
 from typing import NamedTuple
@@ -10,8 +12,10 @@ from msgspec.structs import replace
 
 from kvferry.layout.coverage import Coverage
 from kvferry.layout.intervals import Span
+from kvferry.layout.pages import page_period
 from kvferry.layout.spec import CacheSpec
-from kvferry.plan.plan import Block, Plan, Request
+from kvferry.layout.tokens import EVERY, Pattern
+from kvferry.plan.plan import MAX_TOKENS, Block, Plan, Request
 
 # Maximum increase in the number of blocks for having them end at page boundaries.
 MORE_FOR_PAGES = 4 / 3
@@ -45,8 +49,8 @@ def cut_to_slots(
     Their sizes are about even, because a small last fragment costs as much as a full one.
     """
     layers = plan.spec.group(block.group).layers_in(block.layers)
-    page_tokens = lcm(plan.source.page_tokens, plan.target.page_tokens)
-    size = _SlotSize(slot_bytes, _rates(plan, source, target, block), page_tokens)
+    size = _slot_size(plan, source, target, block, slot_bytes)
+    page_tokens = size.page_tokens
     if slot_bytes < size.of(1):
         return None
     plain = _cut(block, layers, size)
@@ -56,7 +60,7 @@ def cut_to_slots(
     if 0 < num_layers < len(layers):
         parts = layers[:num_layers], layers[num_layers:]
         other = [one for part in parts for one in _cut(block, part, size)]
-        ends_with_pages = len(plain[0].tokens) % page_tokens == 0
+        ends_with_pages = size.tokens.count(*_ends(plain[0].tokens)) % page_tokens == 0
         if len(other) <= (FEWER_BY_LAYERS if ends_with_pages else 1) * len(plain):
             return other
     return plain
@@ -65,48 +69,65 @@ def cut_to_slots(
 def _cut(block: Block, layers: tuple[int, ...], size: _SlotSize) -> list[Block]:
     """Cut a block by layers if one token of all of them does not fit, and by tokens."""
     num_layers = min(len(layers), size.slot_bytes // size.of(1))
-    num_tokens = _even(len(block.tokens), size.most_tokens(num_layers), size.page_tokens)
+    count = size.tokens.count(*_ends(block.tokens))
+    num_tokens = _even(count, size.most_tokens(num_layers), size.page_tokens) if count else 1
     return [
-        Block(block.group, Span(some[0], some[-1] + 1), Span(first, end))
+        Block(block.group, Span(some[0], some[-1] + 1), tokens)
         for some in (layers[i : i + num_layers] for i in range(0, len(layers), num_layers))
-        for first, end in _steps(block.tokens, num_tokens)
+        for tokens in _steps(size.tokens, block.tokens, num_tokens)
     ]
+
+
+def _ends(span: Span) -> tuple[int, int]:
+    return span.first, span.end
 
 
 class _Rate(NamedTuple):
-    """Bytes per token and layer of a move that carries every ``step``-th token."""
+    """Bytes per token and layer of a move, and the tokens that it carries."""
 
     token_bytes: int
-    step: int
+    tokens: Pattern
 
 
-def _rates(plan: Plan, source: int, target: int, block: Block) -> list[_Rate]:
+def _slot_size(plan: Plan, source: int, target: int, block: Block, slot_bytes: int) -> _SlotSize:
     unit_bytes = plan.spec.group(block.group).unit_bytes
-    return [
-        _Rate(len(move.units) * unit_bytes, move.tokens.step)
+    rates = [
+        _Rate(len(move.units) * unit_bytes, move.tokens.pattern)
         for move in plan.between(source, target)
         if move.group == block.group and len(move.layers.intersect(block.layers))
     ]
+    sides = (plan.source, plan.held[source]), (plan.target, plan.wanted[target])
+    period = lcm(
+        *(page_period(side, h) for side, held in sides for h in held if h.group == block.group)
+    )
+    tokens = rates[0].tokens
+    if any(rate.tokens != tokens for rate in rates):
+        return _SlotSize(slot_bytes, rates, EVERY, period)
+    # Moves of the same tokens, as nearly always: count only these.
+    packed = [rate._replace(tokens=EVERY) for rate in rates]
+    page_tokens = lcm(period, tokens.period) // tokens.period * tokens.density
+    return _SlotSize(slot_bytes, packed, tokens, page_tokens)
 
 
 class _SlotSize(NamedTuple):
-    """Capacity of a slot for the moves between one source and one target."""
+    """Capacity of a slot for the moves between one source and one target, in ``tokens``.
+
+    Pages on both sides begin at the same tokens after every ``page_tokens`` of them.
+    """
 
     slot_bytes: int
     rates: list[_Rate]
+    tokens: Pattern
     page_tokens: int
 
     def of(self, num_tokens: int) -> int:
-        """Return the maximum size of ``num_tokens`` consecutive tokens of one layer."""
-        return sum(-(-num_tokens // rate.step) * rate.token_bytes for rate in self.rates)
+        """Return the maximum size of ``num_tokens`` tokens of one layer."""
+        return sum(rate.tokens.most_in(num_tokens) * rate.token_bytes for rate in self.rates)
 
     def most_tokens(self, num_layers: int) -> int:
-        """Return how many consecutive tokens of ``num_layers`` layers always fit."""
+        """Return how many tokens of ``num_layers`` layers always fit."""
         layer_bytes = self.slot_bytes // num_layers
-        count = int(layer_bytes / sum(rate.token_bytes / rate.step for rate in self.rates))
-        while count > 1 and self.of(count) > layer_bytes:
-            count -= 1
-        return max(1, count)
+        return max(1, bisect_right(range(MAX_TOKENS + 1), layer_bytes, key=self.of) - 1)
 
 
 def _even(num_tokens: int, most: int, page_tokens: int) -> int:
@@ -135,8 +156,11 @@ def image_bytes(
     return total
 
 
-def _steps(span: Span, step: int) -> Iterable[tuple[int, int]]:
-    return ((at, min(at + step, span.end)) for at in range(span.first, span.end, step))
+def _steps(tokens: Pattern, span: Span, step: int) -> Iterable[Span]:
+    """Return a span cut where each part has ``step`` of the tokens, the last perhaps fewer."""
+    below = range(tokens.below(span.first), tokens.below(span.end), step)
+    inner = [tokens.member(index) for index in below[1:]]
+    return itertools.starmap(Span, itertools.pairwise([span.first, *inner, span.end]))
 
 
 def merge(spec: CacheSpec, blocks: Sequence[Block]) -> tuple[Block, ...]:

@@ -29,32 +29,26 @@ class Declined:
 
 
 class Declines:
-    """Aborts repeated until the source answers Drained or its link is lost.
-
-    Beyond ``limit`` the oldest is dropped.
-    """
+    """The latest ``limit`` Aborts, repeated until answered by Drained or until the link is lost."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._waiting: dict[tuple[Link, Room, Generation], Declined] = {}
-
-    def __len__(self) -> int:
-        return len(self._waiting)
+        self.waiting: dict[tuple[Link, Room, Generation], Declined] = {}
 
     def add(self, declined: Declined) -> None:
         """Queue an Abort. It is due now, or when its link is up."""
-        self._waiting[declined.link, declined.room, declined.generation] = declined
-        if len(self._waiting) > self._limit:
-            del self._waiting[next(iter(self._waiting))]
+        self.waiting[declined.link, declined.room, declined.generation] = declined
+        if len(self.waiting) > self._limit:
+            del self.waiting[next(iter(self.waiting))]
 
     def answered(self, link: Link, room: Room, generation: Generation) -> None:
         """Remove the Abort of a room that its source has released."""
-        self._waiting.pop((link, room, generation), None)
+        self.waiting.pop((link, room, generation), None)
 
     def lost(self, link: Link) -> None:
         """Remove the Aborts of a lost source, which releases its rooms at their deadlines."""
-        for key in [key for key in self._waiting if key[0] is link]:
-            del self._waiting[key]
+        for key in [key for key in self.waiting if key[0] is link]:
+            del self.waiting[key]
 
     def due(self, now: float, resend_s: float) -> list[Declined]:
         """Return the Aborts to send now: new ones, and those unanswered for ``resend_s``."""
@@ -65,10 +59,10 @@ class Declines:
         return (one.sent_at + resend_s for one in self._sendable())
 
     def _sendable(self) -> Iterator[Declined]:
-        return (one for one in self._waiting.values() if one.link.state is LinkState.UP)
+        return (one for one in self.waiting.values() if one.link.state is LinkState.UP)
 
     def check(self) -> None:
         """Check the limit, and that no Abort waits for a lost link."""
-        assert len(self._waiting) <= self._limit
-        for one in self._waiting.values():
+        assert len(self.waiting) <= self._limit
+        for one in self.waiting.values():
             assert one.link.state in (LinkState.GREETING, LinkState.UP), one

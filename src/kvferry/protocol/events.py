@@ -13,12 +13,22 @@ from functools import cached_property
 
 import msgspec
 
+from kvferry.digest import checked_digest
+from kvferry.errors import InputError
 from kvferry.ids import Generation, Op, Peer, Room, Serial, Session, SlotIndex, Ticket
 from kvferry.layout.intervals import Span
 from kvferry.layout.layout import Layout
 from kvferry.plan.places import PageTable
 from kvferry.plan.plan import Block, Plan, Request
-from kvferry.protocol.messages import Envelope, Hello, PageTableMessage, TransportOffer
+from kvferry.protocol.messages import (
+    MAX_METADATA,
+    MAX_PAGES,
+    MAX_TABLES,
+    Envelope,
+    Hello,
+    PageTableMessage,
+    TransportOffer,
+)
 from kvferry.protocol.outcome import Failure, Outcome
 
 
@@ -37,6 +47,11 @@ class Received(Event, frozen=True):
     """A frame has arrived and was decoded."""
 
     envelope: Envelope
+
+    @property
+    def session(self) -> Session:
+        """The frame's session."""
+        return self.envelope.session
 
 
 class Disconnected(Event, frozen=True):
@@ -106,10 +121,17 @@ class ReceiveRequest(msgspec.Struct, frozen=True, dict=True):
     deadline: float
     digest: bytes = b""
 
+    def __post_init__(self) -> None:
+        checked_digest(self.digest)
+        if len(self.tables) > MAX_TABLES or any(len(t.pages) > MAX_PAGES for t in self.tables):
+            raise InputError(
+                f"a room has at most {MAX_TABLES} tables of {MAX_PAGES} pages; use larger ones"
+            )
+
     @cached_property
     def page_tables(self) -> dict[str, PageTable]:
         """The page tables by group, in the form that binding takes."""
-        return {table.group: table.as_page_table() for table in self.tables}
+        return {table.group: PageTable(table.pages, table.first_page) for table in self.tables}
 
 
 class Receive(Event, frozen=True):
@@ -151,17 +173,11 @@ class PeerRestarted(Event, frozen=True):
 
 
 class MemoryReached(Event, frozen=True):
-    """``transport`` can write the memory of a session's target."""
+    """``transport`` can write a target's memory; empty if none can. ``problems`` say why."""
 
     session: Session
     transport: str
-
-
-class MemoryUnreached(Event, frozen=True):
-    """No transport can write the memory of a session's target. ``problems``: one per transport."""
-
-    session: Session
-    problems: tuple[str, ...]
+    problems: tuple[str, ...] = ()
 
 
 class Scattered(Event, frozen=True):
@@ -211,18 +227,19 @@ class Finish(Event, frozen=True):
     metadata: bytes = b""
     digest: bytes = b""
 
+    def __post_init__(self) -> None:
+        checked_digest(self.digest)
+        if len(self.metadata) > MAX_METADATA:
+            raise InputError(
+                f"metadata must have at most {MAX_METADATA} bytes, not {len(self.metadata)}"
+            )
+
 
 class Chosen(Event, frozen=True):
     """The answer to a ``Choose``: for each block, whether it goes through staging."""
 
     ticket: Ticket
     staged: tuple[bool, ...]
-
-
-class Sent(Event, frozen=True):
-    """A write has completed: the data is in the target's memory; local memory is not read."""
-
-    op: Op
 
 
 class WriteFate(StrEnum):
@@ -233,11 +250,15 @@ class WriteFate(StrEnum):
     UNKNOWN = "unknown"  # may still read local and write remote memory
 
 
-class SendFailed(Event, frozen=True):
-    """A write did not succeed."""
+class WriteEnded(Event, frozen=True):
+    """The result of a write. ``fate`` is None if all of it is in the target's memory.
+
+    Local memory is not read any more, unless the fate is unknown. ``detail`` is for logs.
+    """
 
     op: Op
-    fate: WriteFate
+    fate: WriteFate | None = None
+    detail: str = ""
 
 
 # ---------------------------------------------------------------- actions
@@ -258,7 +279,7 @@ class Connect(Action, frozen=True):
     """A session with a peer has begun. ``metadata`` is the peer's.
 
     A source connects to the target's memory, which ``hello`` describes, with the first of the
-    ``transports`` that works, and answers ``MemoryReached`` or ``MemoryUnreached``. A target is
+    ``transports`` that works, and answers ``MemoryReached``. A target is
     given the one transport that its source has connected.
     """
 
@@ -299,11 +320,11 @@ class TransferRequest(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def page_tables(self) -> dict[str, PageTable]:
         """The page tables by group, in the form that binding takes."""
-        return {table.group: table.as_page_table() for table in self.tables}
+        return {table.group: PageTable(table.pages, table.first_page) for table in self.tables}
 
 
 class Choose(Action, frozen=True):
-    """Answer with ``Chosen`` which of these blocks go through staging.
+    """Bind these blocks, predict the costs, and answer which go through staging (``Chosen``).
 
     A late or wrong answer costs time, never correctness. An answer that arrives after the
     transfer has ended is ignored.
@@ -369,10 +390,15 @@ class Scatter(Action, frozen=True):
 
 
 class Report(Action, frozen=True):
-    """Report the outcome of a room. Emitted once per room."""
+    """Report the outcome of a room. Emitted once per room.
+
+    ``unusable``: the blocks of a failed room that did not arrive or can't be trusted; None for
+    all of them.
+    """
 
     room: Room
     outcome: Outcome
+    unusable: tuple[Block, ...] | None = None
 
 
 class Release(Action, frozen=True):

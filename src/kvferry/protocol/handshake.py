@@ -9,6 +9,8 @@ of an earlier session matches this one and a delayed Hello has no effect.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from kvferry.config import ProtocolConfig
 from kvferry.errors import Refused
 from kvferry.fingerprint import difference
@@ -18,28 +20,31 @@ from kvferry.plan.plan import Plan
 from kvferry.protocol.checks import pools_problem
 from kvferry.protocol.events import (
     ConnectRefused,
+    Instance,
     MemoryReached,
-    MemoryUnreached,
     Outbox,
     PeerRestarted,
 )
-from kvferry.protocol.links import Dependents, Identity, Link, Links, Plans
+from kvferry.protocol.links import Dependents, Identity, Link, Links
 from kvferry.protocol.messages import (
     Envelope,
     Hello,
+    NoSession,
     RefusalCode,
     Refuse,
     Staging,
     TransportOffer,
     Welcome,
 )
-from kvferry.protocol.outcome import MAX_TEXT, FailureCode
+from kvferry.protocol.outcome import MAX_TEXT, Failure, FailureCode
 from kvferry.protocol.states import LINK, LinkState, LinkStep, advance
 from kvferry.protocol.transports import common_transports, no_transport_message
 
 
 class TargetLinks(Links):
     """Links of a target, which starts the handshake."""
+
+    sends: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -53,7 +58,17 @@ class TargetLinks(Links):
         super().__init__(identity, config, outbox, rooms)
         self._pools = pools
         self._staging = staging
-        self._sessions = 0
+
+    def prefill_refusal(self, prefill: Instance) -> Failure | None:
+        """Return why a target can't receive from a prefill instance, before any handshake."""
+        if prefill.fingerprint != self.identity.fingerprint:
+            text = difference(prefill.fingerprint, self.identity.fingerprint)
+            return Failure.of(FailureCode.REFUSED, text)
+        try:
+            self.plans.plan_with(prefill.layout)
+        except Refused as refused:
+            return Failure.of(FailureCode.REFUSED, str(refused))
+        return None
 
     def link_to(self, peer: Peer, plan: Plan) -> Link:
         """Return the current link to a peer, or a new one after sending Hello."""
@@ -62,8 +77,8 @@ class TargetLinks(Links):
             self.lose(link, FailureCode.PEER_RESTARTED, f"{peer} has another layout now")
             link = None
         if link is None:
-            self._sessions += 1
-            session, now = Session(self.identity.incarnation, self._sessions), self._outbox.now
+            self._num_sessions += 1
+            session, now = Session(self.identity.incarnation, self._num_sessions), self._outbox.now
             link = Link(peer, session, LinkState.GREETING, plan, None, now, now, now)
             self.by_session[session] = self.current[peer] = link
             self._send_hello(link)
@@ -138,6 +153,25 @@ class TargetLinks(Links):
         if link is not None and link.incarnation not in (None, event.incarnation):
             self.lose(link, FailureCode.PEER_RESTARTED)
 
+    def tick(self) -> None:
+        """Lose silent peers, close idle links, and send heartbeats on the others."""
+        for link in [link for link in self.current.values() if self.is_idle(link)]:
+            # The source then forgets the session too. If this is lost, it learns it from the
+            # answer to its next heartbeat.
+            self.send_unnumbered(link.peer, link.session, NoSession())
+            self.lose(link, FailureCode.SESSION_REPLACED, f"the link to {link.peer} was idle")
+        super().tick()
+
+    def is_idle(self, link: Link) -> bool:
+        """Whether no room has used a link for ``idle_s``, nor may use it now.
+
+        Only the target may judge this, because it starts each room. It repeats its messages for
+        an open room more often, so the check of its rooms is a second line of defence.
+        """
+        since_s = self._outbox.now - link.used_at
+        is_unused = link.state is LinkState.UP and since_s >= self.config.idle_s
+        return is_unused and not self._rooms.link_needed(link)
+
     def _tick_greeting(self, link: Link) -> None:
         super()._tick_greeting(link)
         due = self._outbox.now >= link.sent_at + self.config.resend_s
@@ -151,12 +185,15 @@ class TargetLinks(Links):
 class SourceLinks(Links):
     """Links of a source, which answers Hello."""
 
+    sends: ClassVar[bool] = True
+
     def __init__(
         self, identity: Identity, config: ProtocolConfig, outbox: Outbox, rooms: Dependents
     ) -> None:
         super().__init__(identity, config, outbox, rooms)
-        self.plans = Plans(identity.layout, sends=True)
-        self._answers = 0
+        # Many targets may send Hello at once, so none of these looks at every link.
+        self._by_greeting: dict[Session, Link] = {}
+        self._greeted: dict[Peer, Link] = {}
 
     def receive(self, envelope: Envelope) -> Link | None:
         """Answer a Hello; return the link of any other frame."""
@@ -170,8 +207,7 @@ class SourceLinks(Links):
         if session != session.greeting or session.target != envelope.incarnation:
             self._outbox.counts["stale"] += 1
             return
-        known = (link for link in self.by_session.values() if link.session.greeting == session)
-        link = next(known, None)
+        link = self._by_greeting.get(session)
         if link is None:
             link = self._new_link(envelope, hello)
         elif link.peer != envelope.sender or not self.in_order(link, envelope):
@@ -186,16 +222,13 @@ class SourceLinks(Links):
         self.send(link, Welcome(me.fingerprint, me.layout, digest, me.metadata, link.transport))
 
     def reached(self, event: MemoryReached) -> None:
-        """Answer the Hello, now that a transport is connected."""
-        link = self.by_session.get(event.session)
-        if link is not None and link.state is LinkState.GREETING:
-            link.transport = event.transport
-            self.welcome(link)
-
-    def unreached(self, event: MemoryUnreached) -> None:
-        """Refuse the Hello, because no transport could connect."""
+        """Answer the Hello: welcome the target, or refuse it if no transport could connect."""
         link = self.by_session.get(event.session)
         if link is None or link.state is not LinkState.GREETING:
+            return
+        if event.transport:
+            link.transport = event.transport
+            self.welcome(link)
             return
         assert link.hello is not None
         known = common_transports(self.identity.transports, link.hello.transports).problems
@@ -214,21 +247,26 @@ class SourceLinks(Links):
         if refusal:
             self._refuse(peer, greeting, refusal)
             return None
-        for link in [link for link in self.by_session.values() if link.peer == peer]:
-            if link.state is LinkState.GREETING:
-                self.lose(link, FailureCode.SESSION_REPLACED)
-        self._answers += 1
-        session = Session(
-            greeting.target, greeting.number, self.identity.incarnation, self._answers
-        )
+        former = self._greeted.get(peer)
+        if former is not None and former.state is LinkState.GREETING:
+            self.lose(former, FailureCode.SESSION_REPLACED)
+        self._num_sessions += 1
+        me = self.identity.incarnation
+        session = Session(greeting.target, greeting.number, me, self._num_sessions)
         plan = self.plans.plan_with(hello.layout)
         link = Link(
             peer, session, LinkState.GREETING, plan, envelope.incarnation, now, now, now, hello
         )
         link.metadata, link.seq_in = hello.metadata, envelope.seq
-        self.by_session[session] = link
+        self.by_session[session] = self._by_greeting[greeting] = self._greeted[peer] = link
         self._connected(link, common_transports(self.identity.transports, hello.transports).offers)
         return link
+
+    def _unlink(self, link: Link) -> None:
+        super()._unlink(link)
+        self._by_greeting.pop(link.session.greeting, None)
+        if self._greeted.get(link.peer) is link:
+            del self._greeted[link.peer]
 
     def heard(self, link: Link) -> None:
         """Record a frame; the first one with the complete session id confirms the session."""
@@ -252,7 +290,9 @@ class SourceLinks(Links):
 
     def refusal(self, peer: Peer, hello: Hello) -> Refuse | None:
         """Return why this source can't serve the target."""
-        others = sum(link.peer != peer for link in self.by_session.values())
+        others = len(self.by_session)
+        if others >= self.config.max_peers:
+            others = sum(link.peer != peer for link in self.by_session.values())
         if others >= self.config.max_peers:
             return Refuse(RefusalCode.TOO_MANY_PEERS, f"{others} peers are connected")
         if hello.fingerprint != self.identity.fingerprint:

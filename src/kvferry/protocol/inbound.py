@@ -1,7 +1,4 @@
-"""Rooms of a target, their inbound transfers and their scatters.
-
-An inbound transfer is what a room expects from one source.
-"""
+"""Rooms of a target, their inbound transfers and their scatters."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from math import inf
 from kvferry.ids import Generation, Op, Room, Serial, SlotIndex
 from kvferry.plan.plan import Block, Plan
 from kvferry.protocol.cutting import image_bytes
-from kvferry.protocol.events import Instance, Outbox, ReceiveRequest, Scatter
+from kvferry.protocol.events import Outbox, ReceiveRequest, Scatter
 from kvferry.protocol.ledger import Ledger
 from kvferry.protocol.links import Link, Links
 from kvferry.protocol.messages import (
@@ -21,7 +18,6 @@ from kvferry.protocol.messages import (
     MIN_REMAINING_S,
     Abort,
     Arrived,
-    Complete,
     Offer,
     RoomMessage,
     StatusPoll,
@@ -59,7 +55,6 @@ class TargetRoom:
     name: Room
     wanted: ReceiveRequest
     generation: Generation
-    prefill: Instance
     plan: Plan
     deadline: float
     ledger: Ledger
@@ -103,7 +98,7 @@ class TargetRoom:
         ]
         return Failure.of(FailureCode.DEADLINE, f"still waiting for {', '.join(late)}")
 
-    def unusable(self) -> list[Block]:
+    def unusable(self) -> tuple[Block, ...]:
         """Return the blocks of a failed room that did not arrive or can't be trusted.
 
         If the engine gave a digest, only blocks from sources with a fitting Close are usable.
@@ -114,7 +109,7 @@ class TargetRoom:
             for source, inbound in self.inbounds.items()
             if differs or (self.wanted.digest and not inbound.confirmed)
         }
-        return self.ledger.lacking(doubted)
+        return tuple(self.ledger.lacking(doubted))
 
 
 class InboundTransfers:
@@ -154,16 +149,12 @@ class InboundTransfers:
         self._send(inbound, Offer(room.name, room.generation, request, tables, remaining_s))
         inbound.offer_seq = inbound.link.seq_out
 
-    def complete(self, room: TargetRoom, inbound: InboundTransfer) -> None:
-        """Send Complete."""
-        self._send(inbound, Complete(room.name, room.generation))
-
     def abort(self, room: TargetRoom, inbound: InboundTransfer) -> None:
         """Send Abort."""
         assert room.failure is not None
         self._send(inbound, Abort(room.name, room.generation, room.failure, inbound.accepted))
 
-    def _send(self, inbound: InboundTransfer, body: Offer | StatusPoll | Complete | Abort) -> None:
+    def _send(self, inbound: InboundTransfer, body: Offer | StatusPoll | Abort) -> None:
         inbound.sent_at = self._outbox.now
         self._links.send(inbound.link, body)
 
@@ -219,9 +210,6 @@ class ActiveScatters:
         self._outbox = outbox
         self.under_way: dict[Op, ActiveScatter] = {}
         self._ops = 0
-
-    def __len__(self) -> int:
-        return len(self.under_way)
 
     def begin(
         self,

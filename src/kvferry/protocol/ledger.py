@@ -17,9 +17,8 @@ from kvferry.layout.coverage import Coverage
 from kvferry.layout.intervals import Span, SpanSet
 from kvferry.layout.spec import Group
 from kvferry.plan.plan import Block, Plan, Request
-from kvferry.protocol.checks import close_problem
 from kvferry.protocol.messages import Close
-from kvferry.protocol.outcome import Failure
+from kvferry.protocol.outcome import Failure, FailureCode
 
 
 @dataclass(slots=True, eq=False)
@@ -81,8 +80,24 @@ class Ledger:
         return not self._open
 
     def problem(self, close: Close) -> Failure | None:
-        """Return how the request that a source computed differs from the one asked for."""
-        return close_problem(close, self._num_tokens, self._digest)
+        """Return how the request that a source computed differs from the one asked for.
+
+        Either both sides give a digest, or neither does.
+        """
+        if close.num_tokens != self._num_tokens:
+            text = f"prefill has {close.num_tokens} tokens, decode {self._num_tokens}"
+            return Failure.of(FailureCode.TOKENS_DIFFER, text)
+        if close.digest == self._digest:
+            return None
+        if close.digest and self._digest:
+            text = (
+                "prefill computed another request than the one decode asked for, so its cache is "
+                "not used; give each request a room id of its own"
+            )
+        else:
+            lacking = "prefill" if self._digest else "decode"
+            text = f"{lacking} gave no digest of its request; give one on both sides, or on neither"
+        return Failure.of(FailureCode.CONTENT_DIFFERS, text)
 
     def close(self, source: int) -> None:
         """Record that a source has written everything it owes."""
@@ -139,7 +154,3 @@ class Ledger:
         """Check that exactly the incomplete entries are open."""
         for key, expected in self._expected.items():
             assert (key in self._open) is not expected.complete, key
-
-    def __repr__(self) -> str:
-        sources = {source for source, _ in self._expected}
-        return f"<Ledger lacks {sum(map(self.missing, sources))} layers>"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import msgspec
 
@@ -47,6 +47,9 @@ from kvferry.protocol.states import LINK, LinkState, LinkStep, advance
 
 # Number of cached plans, one per peer layout.
 MAX_PLANS = 64
+# Heartbeats that are due within this part of their interval are sent together, so that a tick
+# serves many links. Ticks look at every link, so a tick for each link would cost their square.
+EARLY_BEAT = 1 / 4
 # Number of drained attempts that a link remembers, and for how long.
 MAX_DRAINED, DRAINED_S = 16384, 30.0
 
@@ -71,7 +74,8 @@ class Link:
 
     ``incarnation`` is None until the peer's first frame. ``transport`` is empty until the
     target's memory was reached. ``heard_at`` is the last sign of life; it is later than
-    ``last_frame_at`` if the peer's process was seen to run since.
+    ``last_frame_at`` if the peer's process was seen to run since. ``used_at`` is the time of the
+    last frame that is no heartbeat.
     """
 
     peer: Peer
@@ -85,6 +89,7 @@ class Link:
     hello: Hello | None = None
     metadata: bytes = b""
     last_frame_at: float = 0.0
+    used_at: float = 0.0
     transport: str = ""
     seq_out: int = 0
     seq_in: int = 0
@@ -118,47 +123,49 @@ class Dependents(Protocol):
         """Whether a room still waits for something on a lost link."""
 
 
+@dataclass(eq=False)
 class Plans:
     """Cache of the plans between this endpoint's layout and the layouts of its peers."""
 
-    def __init__(self, layout: Layout, *, sends: bool) -> None:
-        self._layout = layout
-        self._sends = sends
-        self._plans: dict[Layout, Plan] = {}
-
-    def __len__(self) -> int:
-        return len(self._plans)
+    layout: Layout
+    sends: bool
+    by_layout: dict[Layout, Plan] = field(default_factory=dict)
 
     def plan_with(self, other: Layout) -> Plan:
         """Return the plan with a peer's layout. Raises ``Refused``."""
-        if other not in self._plans:
-            sides = (self._layout, other) if self._sends else (other, self._layout)
+        if other not in self.by_layout:
+            sides = (self.layout, other) if self.sends else (other, self.layout)
             plan = reshard(*sides)
-            if len(self._plans) >= MAX_PLANS:
-                del self._plans[next(iter(self._plans))]
-            self._plans[other] = plan
-        return self._plans[other]
+            if len(self.by_layout) >= MAX_PLANS:
+                del self.by_layout[next(iter(self.by_layout))]
+            self.by_layout[other] = plan
+        return self.by_layout[other]
 
 
 class Links:
     """Every link of one endpoint. Subclasses add their half of the handshake."""
 
+    # Whether this endpoint's layout is the source of its plans.
+    sends: ClassVar[bool]
+
     def __init__(
         self, identity: Identity, config: ProtocolConfig, outbox: Outbox, rooms: Dependents
     ) -> None:
+        self.plans = Plans(identity.layout, sends=self.sends)
         self.identity = identity
         self.config = config
         self.by_session: dict[Session, Link] = {}
         self.current: dict[Peer, Link] = {}
+        self._num_sessions = 0
         self._outbox = outbox
         self._rooms = rooms
-
-    # ------------------------------------------------------------ sending
 
     def send(self, link: Link, body: Body) -> None:
         """Send a numbered frame."""
         link.seq_out += 1
         link.sent_at = self._outbox.now
+        if not isinstance(body, Heartbeat):
+            link.used_at = link.sent_at
         self._outbox.do(Send(link.peer, self.envelope(link.session, link.seq_out, body)))
 
     def send_unnumbered(self, peer: Peer, session: Session, body: Body) -> None:
@@ -169,14 +176,14 @@ class Links:
         """Return a message with this endpoint as its sender."""
         return Envelope(self.identity.peer, self.identity.incarnation, session, seq, body)
 
-    # ------------------------------------------------------------ receiving
-
     def receive(self, envelope: Envelope) -> Link | None:
         """Return the link of a frame whose body is to be handled; None if it is to be dropped."""
         link = self.find(envelope)
         if link is None or not self.in_order(link, envelope):
             return None
         self.heard(link)
+        if not isinstance(envelope.body, Heartbeat):
+            link.used_at = self._outbox.now
         return link if link.session in self.by_session else None
 
     def find(self, envelope: Envelope) -> Link | None:
@@ -230,8 +237,6 @@ class Links:
         elif not event.answered:
             self.send_unnumbered(event.sender, event.session, Refuse(RefusalCode.VERSION, text))
 
-    # ------------------------------------------------------------ losing a peer
-
     def lose(self, link: Link, code: FailureCode, message: str = "") -> None:
         """Mark a link as lost. Memory that the peer may still write waits for proof."""
         if link.state in (LinkState.LOST, LinkState.GONE):
@@ -281,8 +286,6 @@ class Links:
         self._unlink(link)
         self._rooms.link_gone(link)
 
-    # ------------------------------------------------------------ time
-
     def peer_runs(self, event: PeerRuns) -> None:
         """Extend the silence timeout of a peer that runs, up to ``unresponsive_s``."""
         link, now = self.by_session.get(event.session), self._outbox.now
@@ -298,13 +301,15 @@ class Links:
 
     def tick(self) -> None:
         """Lose silent peers and send heartbeats to the others."""
-        now = self._outbox.now
+        now, heartbeat_s = self._outbox.now, self.config.heartbeat_s
+        if any(now >= link.sent_at + heartbeat_s for link in self.current.values()):
+            heartbeat_s *= 1 - EARLY_BEAT
         for link in list(self.by_session.values()):
             if link.state is LinkState.GREETING:
                 self._tick_greeting(link)
             elif link.state is LinkState.UP and now >= link.heard_at + self.config.silence_s:
                 self.lose(link, FailureCode.PEER_SILENT, f"nothing heard from {link.peer}")
-            elif link.state is LinkState.UP and now >= link.sent_at + self.config.heartbeat_s:
+            elif link.state is LinkState.UP and now >= link.sent_at + heartbeat_s:
                 self.send(link, Heartbeat())
 
     def _tick_greeting(self, link: Link) -> None:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from math import inf
 from typing import ClassVar
 
 from kvferry.config import ProtocolConfig
 from kvferry.errors import Misuse
-from kvferry.ids import Peer, Session
+from kvferry.ids import Room, Session
 from kvferry.protocol.events import (
     Action,
     Disconnected,
@@ -29,8 +29,11 @@ from kvferry.protocol.events import (
     Tick,
     WrongVersion,
 )
+from kvferry.protocol.inbound import TargetRoom
 from kvferry.protocol.links import Identity, Link, Links
 from kvferry.protocol.messages import Body, Heartbeat
+from kvferry.protocol.outbound import SourceRoom
+from kvferry.protocol.outcome import Failure, FailureCode, Status
 from kvferry.protocol.states import LinkState
 
 
@@ -40,6 +43,7 @@ class Machine(ABC):
     # Whether peers write into this endpoint's memory, so that a release needs proof from them.
     exposed: ClassVar[bool]
     peers: Links
+    rooms: Mapping[Room, SourceRoom | TargetRoom]
 
     def __init__(self, identity: Identity, config: ProtocolConfig) -> None:
         self.me = identity.peer
@@ -74,14 +78,28 @@ class Machine(ABC):
         """Every link, by session."""
         return self.peers.by_session
 
-    @property
-    def current(self) -> dict[Peer, Link]:
-        """The current link to each peer."""
-        return self.peers.current
+    def status(self, name: Room) -> Status | None:
+        """Return the progress of a room; None if the engine is not waiting for it."""
+        room = self.rooms.get(name)
+        return room.status if room else None
 
     @property
-    def _any_lost(self) -> bool:
-        return any(link.state is LinkState.LOST for link in self.links.values())
+    def num_quarantined(self) -> int:
+        """Number of failed rooms whose memory waits for proof from a lost peer."""
+        if all(link.state is not LinkState.LOST for link in self.links.values()):
+            return 0
+        return sum(room.is_quarantined for room in self.rooms.values())
+
+    def _room_refusal(self, deadline: float, num_rooms: int) -> Failure | None:
+        """Return why this endpoint can't take a room beside ``num_rooms`` others."""
+        if deadline <= self.outbox.now:
+            return Failure.of(FailureCode.DEADLINE, "the deadline had passed at the start")
+        if num_rooms >= self.config.max_rooms:
+            return Failure.of(FailureCode.TOO_MANY_ROOMS, f"{num_rooms} rooms are open here")
+        if self.num_quarantined >= self.config.max_quarantined_rooms:
+            text = f"{self.num_quarantined} failed rooms wait for proof from lost peers"
+            return Failure.of(FailureCode.QUARANTINE_FULL, text)
+        return None
 
     @property
     def counts(self) -> Counter[str]:
@@ -108,11 +126,6 @@ class Machine(ABC):
     def _on_message(self, link: Link, body: Body) -> None:
         """Count a message that needs no action; subclasses handle their own first."""
         self.counts["heartbeats" if isinstance(body, Heartbeat) else "misdirected"] += 1
-
-    @property
-    @abstractmethod
-    def num_quarantined(self) -> int:
-        """Number of failed rooms whose memory waits for proof from a lost peer."""
 
     @abstractmethod
     def _settle(self) -> None:

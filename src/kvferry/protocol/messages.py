@@ -17,7 +17,7 @@ from kvferry.digest import MAX_DIGEST
 from kvferry.errors import InputError
 from kvferry.ids import Generation, Peer, Room, Serial, Session, SlotIndex
 from kvferry.layout.layout import Layout
-from kvferry.plan.places import PageTable, PoolMap
+from kvferry.plan.places import PoolMap
 from kvferry.plan.plan import MAX_TOKENS, Block, Request
 from kvferry.protocol.outcome import MAX_TEXT, Failure
 
@@ -155,10 +155,6 @@ class PageTableMessage(msgspec.Struct, frozen=True, array_like=True):
     group: Text
     pages: Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 62)], ...], Meta(max_length=MAX_PAGES)]
     first_page: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
-
-    def as_page_table(self) -> PageTable:
-        """Return it in the form that binding takes."""
-        return PageTable(self.pages, self.first_page)
 
 
 class Offer(RoomMessage, frozen=True, array_like=True, tag="offer"):

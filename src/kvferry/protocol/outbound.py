@@ -1,7 +1,4 @@
-"""Rooms of a source and their outbound transfers: blocks that are owed, queued and in flight.
-
-An outbound transfer is what a source owes one target in one room.
-"""
+"""Rooms of a source and their outbound transfers: blocks that are owed, queued and in flight."""
 
 from __future__ import annotations
 
@@ -12,11 +9,12 @@ from itertools import islice
 from math import inf
 
 from kvferry.config import ProtocolConfig
+from kvferry.errors import Misuse
 from kvferry.ids import Generation, Op, Peer, Room, Serial, SlotIndex, Ticket
 from kvferry.layout.coverage import Coverage
 from kvferry.layout.intervals import Span, SpanSet
 from kvferry.layout.spec import StateRow
-from kvferry.plan.plan import Block, Plan, Request
+from kvferry.plan.plan import Block, Plan
 from kvferry.protocol.cutting import image_bytes, join_layers, merge, within
 from kvferry.protocol.events import Finish, Outbox, Push, TransferRequest
 from kvferry.protocol.links import Link, Links
@@ -83,11 +81,6 @@ class OutboundTransfer:
     def generation(self) -> Generation:
         """The target's attempt at the room."""
         return self.transfer.generation
-
-    @property
-    def request(self) -> Request:
-        """The target's request."""
-        return self.transfer.request
 
     @property
     def idle(self) -> bool:
@@ -175,7 +168,7 @@ class OutboundTransfer:
     def num_fitting(self, local_slot_bytes: int) -> int:
         """Return how many queued fragments fit one slot together, at least one."""
         left_bytes = max_bytes = min(self.staging.slot_bytes, local_slot_bytes)
-        about = self.transfer.plan, self.transfer.source, self.peer.rank, self.request
+        about = self.transfer.plan, self.transfer.source, self.peer.rank, self.transfer.request
         for count, block in enumerate(islice(self.staged, MAX_BLOCKS_PER_WRITE)):
             # Large requests are cut so that each fragment fills a slot; skip measuring the next.
             if count and left_bytes < max_bytes // 4:
@@ -200,10 +193,32 @@ class OutboundTransfer:
         """Return the owed blocks of ``tokens`` and ``layers``."""
         return within(self.transfer.plan.spec, self.paged(), layers, tokens)
 
-    def drop_pending(self) -> None:
-        """Drop everything that was not submitted."""
-        self.direct.clear()
-        self.staged.clear()
+
+@dataclass(slots=True, eq=False)
+class PushedSpans:
+    """What an engine has pushed of a room: tokens of layers, and the state rows of ``rows``."""
+
+    tokens: Coverage = field(default_factory=Coverage)
+    rows: SpanSet = field(default_factory=SpanSet)
+
+    def check(self, push: Push, layers: Span) -> None:
+        """Raise ``Misuse`` if some of a push of ``layers`` was pushed before."""
+        if self.tokens.overlaps(layers, push.tokens):
+            raise Misuse(
+                f"room {push.room!r}: some of the tokens {push.tokens} of layers {layers} were "
+                f"pushed before; push each once"
+            )
+        if push.states and self.rows.overlaps(layers):
+            raise Misuse(
+                f"room {push.room!r}: state rows of layers {layers} were pushed before; "
+                f"push each once"
+            )
+
+    def add(self, push: Push, layers: Span) -> None:
+        """Record a push of ``layers``."""
+        self.tokens.add(layers, push.tokens)
+        if push.states:
+            self.rows.add(layers)
 
 
 @dataclass(slots=True, eq=False)
@@ -219,8 +234,7 @@ class SourceRoom:
     plan: Plan | None = None
     instance: str | None = None
     pushes: list[Push] = field(default_factory=list)
-    pushed: Coverage = field(default_factory=Coverage)
-    rows: SpanSet = field(default_factory=SpanSet)  # layers whose state rows were pushed
+    pushed: PushedSpans = field(default_factory=PushedSpans)
     finish: Finish | None = None
     outbounds: dict[int, OutboundTransfer] = field(default_factory=dict)
     known_targets: set[int] = field(default_factory=set)
@@ -267,7 +281,7 @@ class SourceRoom:
         for outbound in self.outbounds.values():
             block = next(self._unpushed(outbound, outbound.paged()), None)
             if block is not None:
-                text = f"{block!r} was never pushed; pushed were {self.pushed!r}"
+                text = f"{block!r} was never pushed; pushed were {self.pushed.tokens!r}"
                 return Failure.of(FailureCode.NOT_ALL_PUSHED, text)
         return None
 
@@ -284,7 +298,7 @@ class SourceRoom:
     def _unpushed(self, outbound: OutboundTransfer, blocks: Iterable[Block]) -> Iterator[Block]:
         spec = outbound.transfer.plan.spec
         for block in blocks:
-            for strip in self.pushed.gaps(block.layers, block.tokens):
+            for strip in self.pushed.tokens.gaps(block.layers, block.tokens):
                 # An engine may leave out layers that are not in the group.
                 if spec.group(block.group).layers_in(strip.layers):
                     yield Block(block.group, strip.layers, strip.tokens.spans[0])
@@ -342,12 +356,9 @@ class OutboundTransfers:
                     yield outbound
 
     def close(self, outbound: OutboundTransfer) -> None:
-        """Send Close. It is repeated until the target answers."""
-        outbound.state = advance(OUTBOUND, outbound.state, OutboundStep.CLOSE)
-        self.repeat_close(outbound)
-
-    def repeat_close(self, outbound: OutboundTransfer) -> None:
-        """Send Close, with the blocks that were written without a note."""
+        """Send Close, or repeat it, with the blocks that were written without a note."""
+        if outbound.state is OutboundState.SENDING:
+            outbound.state = advance(OUTBOUND, outbound.state, OutboundStep.CLOSE)
         room, finish, me = outbound.room, outbound.room.finish, self._links.identity
         assert finish is not None
         written = merge(outbound.transfer.plan.spec, outbound.written)
@@ -373,7 +384,7 @@ class OutboundTransfers:
             if serial in outbound.notes:
                 self._links.send_unnumbered(link.peer, link.session, outbound.notes[serial])
         if outbound.state is OutboundState.CLOSED:
-            self.repeat_close(outbound)
+            self.close(outbound)
 
     def drained(self, link: Link, attempt: RoomMessage, failure: Failure) -> None:
         """Tell the target that nothing more is written for an attempt at a room."""

@@ -11,9 +11,6 @@ slot, an early gather may use it, but must return it to a transfer with a credit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from kvferry.config import ProtocolConfig
 from kvferry.ids import Op, SlotIndex
 from kvferry.protocol.events import Discard, Gather, Outbox, Post
 from kvferry.protocol.links import Links
@@ -30,9 +27,6 @@ class LocalSlots:
     def __len__(self) -> int:
         return len(self._free)
 
-    def __iter__(self) -> Iterator[SlotIndex]:
-        return iter(self._free)
-
     def allocate(self) -> SlotIndex:
         """Take a free slot, which must exist."""
         return self._free.pop()
@@ -48,9 +42,10 @@ class LocalSlots:
 
 
 class InFlight:
-    """Writes that may read local memory, by number."""
+    """Writes that may read local memory, by number, and the local slots that they read."""
 
-    def __init__(self) -> None:
+    def __init__(self, slots: LocalSlots) -> None:
+        self.slots = slots
         self.writes: dict[Op, ActiveWrite] = {}
         self._ops = 0
 
@@ -69,6 +64,8 @@ class InFlight:
             write.outbound.inflight.discard(op)
             if op in write.outbound.held:
                 write.outbound.held.remove(op)
+            if write.local_slot is not None:
+                self.slots.free(write.local_slot)
         return write
 
     @property
@@ -76,33 +73,22 @@ class InFlight:
         """Number of early gathers without a credit."""
         return sum(write.is_ahead for write in self.writes.values())
 
-    def slots(self) -> list[SlotIndex]:
-        """Return the local slots that writes in flight use."""
-        used = (write.local_slot for write in self.writes.values())
-        return [slot for slot in used if slot is not None]
-
     def check(self) -> None:
         """Check that each write is known to its transfer, and no held gather has a credit."""
         for op, write in self.writes.items():
             assert op in write.outbound.inflight, op
             assert write.is_ahead or op not in write.outbound.held, op
+        used = (write.local_slot for write in self.writes.values())
+        self.slots.check([slot for slot in used if slot is not None])
 
 
 class EarlyGather:
     """Gathers into local slots before credits arrive."""
 
-    def __init__(
-        self,
-        config: ProtocolConfig,
-        links: Links,
-        outbox: Outbox,
-        slots: LocalSlots,
-        inflight: InFlight,
-    ) -> None:
-        self._config = config
+    def __init__(self, links: Links, outbox: Outbox, inflight: InFlight) -> None:
+        self._config = config = links.config
         self._links = links
         self._outbox = outbox
-        self.slots = slots
         self.inflight = inflight
         # Transfers that found too many early gathers in flight.
         self._waiting: dict[OutboundTransfer, None] = {}
@@ -131,10 +117,10 @@ class EarlyGather:
         count = outbound.num_fitting(self._config.local_slot_bytes)
         if outbound.room.finish is None and count == len(outbound.staged):
             return False  # A later push may share the slot.
-        if not self.slots or self.inflight.num_early >= self._max_early:
+        if not self.inflight.slots or self.inflight.num_early >= self._max_early:
             self._waiting[outbound] = None
             return False
-        slot = self.slots.allocate()
+        slot = self.inflight.slots.allocate()
         write = ActiveWrite(outbound, outbound.take_staged(count), None, slot)
         op = self.inflight.begin(write)
         outbound.held.append(op)

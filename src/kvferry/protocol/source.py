@@ -14,33 +14,29 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvferry.config import ProtocolConfig
-from kvferry.digest import MAX_DIGEST
 from kvferry.errors import Misuse
 from kvferry.ids import Room
 from kvferry.layout.intervals import Span
-from kvferry.protocol.admission import SourceAdmission, room_refusal
+from kvferry.protocol.admission import SourceAdmission
 from kvferry.protocol.events import (
     Cancel,
     Chosen,
     Event,
     Finish,
     MemoryReached,
-    MemoryUnreached,
     Open,
     Prepare,
     Push,
     Release,
     Report,
-    SendFailed,
-    Sent,
     TransferRequest,
+    WriteEnded,
     WriteFate,
 )
 from kvferry.protocol.handshake import SourceLinks
 from kvferry.protocol.links import Identity, Link
 from kvferry.protocol.machine import Machine
 from kvferry.protocol.messages import (
-    MAX_METADATA,
     Abort,
     Accept,
     Body,
@@ -52,7 +48,7 @@ from kvferry.protocol.messages import (
     StatusPoll,
 )
 from kvferry.protocol.outbound import OutboundTransfer, OutboundTransfers, SourceRoom
-from kvferry.protocol.outcome import Done, Failure, FailureCode, Status
+from kvferry.protocol.outcome import Done, Failure, FailureCode
 from kvferry.protocol.slots import EarlyGather, InFlight, LocalSlots
 from kvferry.protocol.states import (
     OUTBOUND,
@@ -96,9 +92,8 @@ class SourceMachine(Machine):
         self.peers: SourceLinks = parts.links(identity, config, self.outbox, self)
         self.admission = parts.admission(self.me.rank, self.rooms, config)
         self.outbounds = parts.outbounds(self.rooms, self.peers, self.outbox)
-        self.local_slots = parts.slots(config.local_slots)
-        self.inflight = InFlight()
-        shared = config, self.peers, self.outbox, self.local_slots, self.inflight
+        self.inflight = InFlight(parts.slots(config.local_slots))
+        shared = self.peers, self.outbox, self.inflight
         self.writes = parts.writes(*shared, parts.gather(*shared))
 
     def _on_event(self, event: Event) -> None:
@@ -107,7 +102,7 @@ class SourceMachine(Machine):
                 self._on_push(event)
             case Chosen():
                 self.writes.chosen(event)
-            case Sent() | SendFailed():
+            case WriteEnded():
                 self._on_write_ended(event)
             case Open():
                 self._on_open(event)
@@ -119,8 +114,6 @@ class SourceMachine(Machine):
                 self._on_cancel(event)
             case MemoryReached():
                 self.peers.reached(event)
-            case MemoryUnreached():
-                self.peers.unreached(event)
             case _:
                 super()._on_event(event)
 
@@ -143,27 +136,11 @@ class SourceMachine(Machine):
             case _:
                 super()._on_message(link, body)
 
-    def status(self, name: Room) -> Status | None:
-        """Return the progress of a room; None if it has ended or was never opened."""
-        room = self.rooms.get(name)
-        return room.status if room else None
-
-    @property
-    def num_quarantined(self) -> int:
-        """Number of failed rooms whose pages wait for a write to a lost peer to end."""
-        if not self._any_lost:
-            return 0
-        return sum(room.is_quarantined for room in self.rooms.values())
-
-    # ------------------------------------------------------------ from the engine
-
     def _on_open(self, event: Open) -> None:
         room = self.rooms.get(event.room)
         if room and room.known_to_engine:
             raise Misuse(f"room {event.room!r} is open already; use another id")
-        num_rooms = len(self.rooms) - (room is not None)
-        now, num_quarantined = self.outbox.now, self.num_quarantined
-        failure = room_refusal(event.deadline, now, num_rooms, num_quarantined, self.config)
+        failure = self._room_refusal(event.deadline, len(self.rooms) - (room is not None))
         if room is None or room.state is RoomState.OVER:
             room = SourceRoom(event.room, RoomState.OPEN, event.deadline)
             self.rooms[event.room] = room
@@ -197,26 +174,14 @@ class SourceMachine(Machine):
         room = self._open_room(event.room, "push")
         if room is None:
             return
-        layers = event.layers
-        if layers is None:
-            layers = Span(0, self.layout.spec.num_layers)
-        if room.pushed.overlaps(layers, event.tokens):
-            which = f"the tokens {event.tokens} of layers {layers}"
-            raise Misuse(f"room {event.room!r} has had some of {which} pushed")
-        if event.states and room.rows.overlaps(layers):
-            raise Misuse(f"room {event.room!r} has had state rows of the layers {layers} pushed")
+        layers = Span(0, self.layout.spec.num_layers) if event.layers is None else event.layers
+        room.pushed.check(event, layers)
+        room.pushed.add(event, layers)
         room.pushes.append(event)
-        room.pushed.add(layers, event.tokens)
-        if event.states:
-            room.rows.add(layers)
         for outbound in room.outbounds.values():
             self.writes.push(outbound, event)
 
     def _on_finish(self, event: Finish) -> None:
-        if len(event.metadata) > MAX_METADATA:
-            raise Misuse(f"metadata has at most {MAX_METADATA} bytes, not {len(event.metadata)}")
-        if len(event.digest) > MAX_DIGEST:
-            raise Misuse(f"a digest has at most {MAX_DIGEST} bytes, not {len(event.digest)}")
         room = self._open_room(event.room, "finish")
         if room is None:
             return
@@ -230,8 +195,6 @@ class SourceMachine(Machine):
         room = self.rooms.get(event.room)
         if room and room.known_to_engine:
             self._fail(room, event.failure or ABORTED)
-
-    # ------------------------------------------------------------ from targets
 
     def _on_offer(self, link: Link, offer: Offer) -> None:
         room = self.rooms.get(offer.room)
@@ -297,11 +260,8 @@ class SourceMachine(Machine):
             self.admission.warn(link, body, self.outbox.now)
         self.outbounds.drained(link, body, body.failure)
 
-    # ------------------------------------------------------------ from the transport
-
-    def _on_write_ended(self, event: Sent | SendFailed) -> None:
-        fate = event.fate if isinstance(event, SendFailed) else None
-        if fate is WriteFate.UNKNOWN:
+    def _on_write_ended(self, event: WriteEnded) -> None:
+        if event.fate is WriteFate.UNKNOWN:
             # It may continue. Only the end of the connection proves that it does not.
             doubted = self.inflight.writes.get(event.op)
             if doubted:
@@ -312,9 +272,9 @@ class SourceMachine(Machine):
         write = self.writes.end(event.op)
         if write is None:
             return
-        if fate is None:
+        if event.fate is None:
             write.record()
-        elif fate is WriteFate.BUSY:
+        elif event.fate is WriteFate.BUSY:
             self.writes.retry(write)
         else:
             text = f"a write to {write.outbound.peer} failed"
@@ -327,8 +287,6 @@ class SourceMachine(Machine):
             room, sending = outbound.room, outbound.state is OutboundState.SENDING
             if room.finish and sending and not room.failure and self.writes.is_sent(outbound):
                 self.outbounds.close(outbound)
-
-    # ------------------------------------------------------------ failing
 
     def _fail(self, room: SourceRoom, failure: Failure) -> None:
         """Report the failure, tell every target and stop. Writes in flight end on their own."""
@@ -378,8 +336,6 @@ class SourceMachine(Machine):
         """Whether a transfer of this link has not ended."""
         return any(True for _ in self.outbounds.of(link))
 
-    # ------------------------------------------------------------ time
-
     def _on_tick(self) -> None:
         now = self.outbox.now
         for room in list(self.rooms.values()):
@@ -392,7 +348,7 @@ class SourceMachine(Machine):
                 if now < outbound.repeat_at(self.config):
                     continue
                 if outbound.state is OutboundState.CLOSED:
-                    self.outbounds.repeat_close(outbound)
+                    self.outbounds.close(outbound)
                 else:
                     self.writes.repeat(outbound)
 

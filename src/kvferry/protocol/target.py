@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvferry.config import ProtocolConfig
-from kvferry.digest import MAX_DIGEST
 from kvferry.errors import Misuse, Refused
 from kvferry.ids import Generation, Op, Peer, Room
 from kvferry.plan.places import PoolMap
-from kvferry.protocol.admission import prefill_refusal, room_refusal
 from kvferry.protocol.credits import CreditBook
 from kvferry.protocol.declines import Declined, Declines
 from kvferry.protocol.events import (
@@ -33,12 +31,10 @@ from kvferry.protocol.events import (
 from kvferry.protocol.handshake import TargetLinks
 from kvferry.protocol.inbound import ActiveScatters, InboundTransfer, InboundTransfers, TargetRoom
 from kvferry.protocol.ledger import Ledger
-from kvferry.protocol.links import Identity, Link, Plans
+from kvferry.protocol.links import Identity, Link
 from kvferry.protocol.machine import Machine
 from kvferry.protocol.messages import (
     MAX_CREDITS,
-    MAX_PAGES,
-    MAX_TABLES,
     Abort,
     Accept,
     Arrived,
@@ -54,7 +50,7 @@ from kvferry.protocol.messages import (
     Want,
     Welcome,
 )
-from kvferry.protocol.outcome import Done, Failure, FailureCode, Status
+from kvferry.protocol.outcome import Done, Failure, FailureCode
 from kvferry.protocol.states import InboundState, InboundStep, LinkState
 
 
@@ -91,8 +87,6 @@ class TargetMachine(Machine):
         self.rooms: dict[Room, TargetRoom] = {}
         self.staging = staging
         self.peers: TargetLinks = parts.links(identity, config, self.outbox, self, pools, staging)
-        self.plans = Plans(identity.layout, sends=False)
-        self._fingerprint = identity.fingerprint
         self.inbounds = parts.inbounds(self.rooms, self.peers, self.outbox)
         self.credits = parts.credits(staging.num_slots, config.credits_per_source)
         self.scatters = parts.scatters(self.outbox)
@@ -145,44 +139,22 @@ class TargetMachine(Machine):
             case _:
                 super()._on_message(link, body)
 
-    def status(self, name: Room) -> Status | None:
-        """Return the progress of a room; None if it has ended or is unknown."""
-        room = self.rooms.get(name)
-        return room.status if room else None
-
-    @property
-    def num_quarantined(self) -> int:
-        """Number of failed rooms whose pages wait for proof from a lost peer."""
-        if not self._any_lost:
-            return 0
-        return sum(room.is_quarantined for room in self.rooms.values())
-
-    # ------------------------------------------------------------ from the engine
-
     def _on_receive(self, event: Receive) -> None:
         wanted = event.wanted
         if event.room in self.rooms:
             raise Misuse(f"room {event.room!r} is already being received; use another id")
-        if len(wanted.tables) > MAX_TABLES or any(len(t.pages) > MAX_PAGES for t in wanted.tables):
-            raise Misuse(
-                f"a room has at most {MAX_TABLES} tables of {MAX_PAGES} pages; use larger ones"
-            )
-        if len(wanted.digest) > MAX_DIGEST:
-            raise Misuse(f"a digest has at most {MAX_DIGEST} bytes, not {len(wanted.digest)}")
-        num_rooms, now, num_quarantined = len(self.rooms), self.outbox.now, self.num_quarantined
-        failure = room_refusal(event.deadline, now, num_rooms, num_quarantined, self.config)
-        failure = failure or prefill_refusal(event.prefill, self._fingerprint, self.plans)
+        failure = self._room_refusal(event.deadline, len(self.rooms))
+        failure = failure or self.peers.prefill_refusal(event.prefill)
         if failure:
             self.outbox.do(Report(event.room, failure))
             self.outbox.do(Release(event.room))
             return
-        plan = self.plans.plan_with(event.prefill.layout)
+        plan = self.peers.plans.plan_with(event.prefill.layout)
         self._generations += 1
         room = TargetRoom(
             wanted.room,
             wanted,
             generation=Generation(self._generations),
-            prefill=event.prefill,
             plan=plan,
             deadline=wanted.deadline,
             ledger=self._new_ledger(plan, self.me.rank, wanted.request, wanted.digest),
@@ -198,7 +170,7 @@ class TargetMachine(Machine):
         if event.room in self.rooms:
             raise Misuse(f"room {event.room!r} is being received; abort it instead")
         try:
-            plan = self.plans.plan_with(event.prefill.layout)
+            plan = self.peers.plans.plan_with(event.prefill.layout)
         except Refused:
             # This instance can't send anything to this target.
             return
@@ -214,8 +186,6 @@ class TargetMachine(Machine):
         for one in self.declines.due(self.outbox.now, self.config.resend_s):
             one.sent_at = self.outbox.now
             self.peers.send(one.link, Abort(one.room, one.generation, one.failure, accepted=False))
-
-    # ------------------------------------------------------------ from sources
 
     def _link_up(self, link: Link) -> None:
         """Send the offers that waited for the link."""
@@ -304,13 +274,11 @@ class TargetMachine(Machine):
             self._mark_quiet(room, inbound)
         self._fail(room, body.failure)
 
-    # ------------------------------------------------------------ ends
-
     def _fail(self, room: TargetRoom, failure: Failure) -> None:
         """Report the failure, tell every source, and wait for their proof."""
         if room.failure is None:
             room.failure = failure
-            self.outbox.do(Report(room.name, failure))
+            self.outbox.do(Report(room.name, failure, room.unusable()))
             for inbound in room.inbounds.values():
                 if (
                     inbound.state is InboundState.CONNECTING
@@ -339,7 +307,7 @@ class TargetMachine(Machine):
             if not room.ledger.complete:
                 return
             for inbound in room.inbounds.values():
-                self.inbounds.complete(room, inbound)
+                self.peers.send(inbound.link, Complete(room.name, room.generation))
             self.outbox.do(Report(room.name, Done(room.metadata)))
         elif not self.inbounds.is_quiet(room):
             return
@@ -373,8 +341,6 @@ class TargetMachine(Machine):
         for name, source in self.credits.grant():
             room = self.rooms[name]
             self._send_grant(room, room.inbounds[source])
-
-    # ------------------------------------------------------------ time
 
     def _on_tick(self) -> None:
         self._send_declines()

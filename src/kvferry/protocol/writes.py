@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvferry.config import ProtocolConfig
 from kvferry.ids import Op, Ticket
 from kvferry.plan.plan import Block
 from kvferry.protocol.cutting import cut_to_slots, join_layers
@@ -25,7 +24,7 @@ from kvferry.protocol.outbound import (
     ActiveWrite,
     OutboundTransfer,
 )
-from kvferry.protocol.slots import EarlyGather, InFlight, LocalSlots
+from kvferry.protocol.slots import EarlyGather, InFlight
 from kvferry.protocol.states import OutboundState
 
 # Direct writes of one transfer in flight: one active and one queued behind it. Blocks pushed
@@ -45,77 +44,18 @@ class Decision:
     cuts: Cuts
 
 
-class TransferModes:
-    """Decisions that wait for an answer about the transfer mode of their blocks.
-
-    The machine asks with a ``Choose`` action. The endpoint binds the blocks, predicts the costs
-    and answers with ``Chosen``. A late or wrong answer costs time, never correctness.
-    """
-
-    def __init__(self, config: ProtocolConfig, outbox: Outbox) -> None:
-        self._local_slot_bytes = config.local_slot_bytes
-        self._outbox = outbox
-        self._waiting: dict[Ticket, Decision] = {}
-        self._tickets = 0
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def ask(self, decision: Decision) -> None:
-        """Ask for the mode of a decision's blocks."""
-        self._tickets += 1
-        ticket = Ticket(self._tickets)
-        self._waiting[ticket] = decision
-        decision.outbound.undecided.add(ticket)
-        self._outbox.do(Choose(ticket, decision.outbound.transfer, decision.undecided))
-
-    def decide(self, event: Chosen) -> Decision | None:
-        """Return the decision that an answer completes; None if it was dropped."""
-        decision = self._waiting.pop(event.ticket, None)
-        if decision is None:
-            self._outbox.counts["late"] += 1
-            return None
-        decision.outbound.undecided.discard(event.ticket)
-        for block, staged in zip(decision.undecided, event.staged, strict=True):
-            decision.cuts[block] = self._cut(decision.outbound, block) if staged else None
-        return decision
-
-    def _cut(self, outbound: OutboundTransfer, block: Block) -> list[Block] | None:
-        transfer, staging = outbound.transfer, outbound.staging
-        if not staging.num_slots:
-            return None
-        slot_bytes = min(staging.slot_bytes, self._local_slot_bytes)
-        return cut_to_slots(transfer.plan, transfer.source, outbound.peer.rank, block, slot_bytes)
-
-    def drop(self, outbound: OutboundTransfer) -> None:
-        """Ignore later answers for a transfer."""
-        for ticket in outbound.undecided:
-            del self._waiting[ticket]
-        outbound.undecided.clear()
-
-    def check(self) -> None:
-        """Check that every waiting decision is known to its transfer."""
-        for ticket, decision in self._waiting.items():
-            assert ticket in decision.outbound.undecided, ticket
-
-
 class WriteQueue:
     """Queue of the blocks that outbound transfers have to write."""
 
     def __init__(
-        self,
-        config: ProtocolConfig,
-        links: Links,
-        outbox: Outbox,
-        slots: LocalSlots,
-        inflight: InFlight,
-        gather: EarlyGather,
+        self, links: Links, outbox: Outbox, inflight: InFlight, gather: EarlyGather
     ) -> None:
-        self.modes = TransferModes(config, outbox)
-        self._config = config
+        # Decisions that wait for an answer.
+        self.undecided: dict[Ticket, Decision] = {}
+        self._tickets = 0
+        self._config = links.config
         self._links = links
         self._outbox = outbox
-        self.slots = slots
         self.inflight = inflight
         self._gather = gather
         # Ordered sets of transfers: those that may have something to write, those that this step
@@ -128,8 +68,6 @@ class WriteQueue:
         """Mark a transfer as changed. ``settle`` looks at it at the end of the step."""
         self.ready[outbound] = None
         self._touched[outbound] = None
-
-    # ------------------------------------------------------------ blocks to write
 
     def prepare(self, outbound: OutboundTransfer, event: Prepare) -> None:
         """Ask for the credits of tokens that will be pushed."""
@@ -145,7 +83,7 @@ class WriteQueue:
 
     def push_rest(self, outbound: OutboundTransfer, event: Finish) -> None:
         """Queue the state rows that were not pushed with their layers."""
-        gaps = outbound.room.rows.gaps(outbound.all_layers)
+        gaps = outbound.room.pushed.rows.gaps(outbound.all_layers)
         rows = [row for layers in gaps for row in outbound.state_rows(layers)]
         if rows:
             self._decide(outbound, event, rows)
@@ -168,15 +106,32 @@ class WriteQueue:
         undecided = tuple(block for block in blocks if block not in known)
         decision = Decision(outbound, event, undecided, cuts)
         if undecided:
-            self.modes.ask(decision)
+            self._tickets += 1
+            ticket = Ticket(self._tickets)
+            self.undecided[ticket] = decision
+            outbound.undecided.add(ticket)
+            self._outbox.do(Choose(ticket, outbound.transfer, undecided))
         else:
             self._decided(decision)
 
     def chosen(self, event: Chosen) -> None:
         """Handle the answer to a ``Choose``."""
-        decision = self.modes.decide(event)
-        if decision is not None:
-            self._decided(decision)
+        decision = self.undecided.pop(event.ticket, None)
+        if decision is None:
+            self._outbox.counts["late"] += 1
+            return
+        outbound = decision.outbound
+        outbound.undecided.discard(event.ticket)
+        for block, staged in zip(decision.undecided, event.staged, strict=True):
+            decision.cuts[block] = self._cut(outbound, block) if staged else None
+        self._decided(decision)
+
+    def _cut(self, outbound: OutboundTransfer, block: Block) -> list[Block] | None:
+        transfer, staging = outbound.transfer, outbound.staging
+        if not staging.num_slots:
+            return None
+        slot_bytes = min(staging.slot_bytes, self._config.local_slot_bytes)
+        return cut_to_slots(transfer.plan, transfer.source, outbound.peer.rank, block, slot_bytes)
 
     def _decided(self, decision: Decision) -> None:
         outbound, event = decision.outbound, decision.event
@@ -207,8 +162,6 @@ class WriteQueue:
         outbound.staged.extend(staged)
         return len(staged)
 
-    # ------------------------------------------------------------ credits
-
     def _want(self, outbound: OutboundTransfer) -> None:
         outbound.sent_at = self._outbox.now
         want = Want(outbound.room.name, outbound.generation, outbound.wanted)
@@ -237,8 +190,6 @@ class WriteQueue:
         elif outbound.awaits_credit and now >= outbound.sent_at + self._config.resend_s:
             self._want(outbound)
 
-    # ------------------------------------------------------------ writes
-
     def settle(self) -> Iterable[OutboundTransfer]:
         """Start writes round-robin; return the transfers that this step has changed."""
         if not self.ready and not self._touched:
@@ -258,7 +209,7 @@ class WriteQueue:
                 directly or (outbound.staged and outbound.credit)
             ):
                 waiting[outbound] = None
-            elif directly or self.slots:
+            elif directly or self.inflight.slots:
                 self._start(outbound, directly=directly)
                 self.ready[outbound] = None
             else:
@@ -289,12 +240,10 @@ class WriteQueue:
         else:
             credit = outbound.use_credit(self._outbox.now)
             blocks = outbound.take_staged(outbound.num_fitting(self._config.local_slot_bytes))
-            write = ActiveWrite(outbound, blocks, credit, self.slots.allocate())
+            write = ActiveWrite(outbound, blocks, credit, self.inflight.slots.allocate())
         op, slot = self.inflight.begin(write), write.credit.slot if write.credit else None
         note = self._links.envelope(outbound.link.session, 0, write.note())
         self._outbox.do(Write(op, outbound.transfer, write.blocks, note, slot, write.local_slot))
-
-    # ------------------------------------------------------------ ends
 
     def end(self, op: Op) -> ActiveWrite | None:
         """Remove and return a write that no longer reads local memory; None if it was removed."""
@@ -303,7 +252,6 @@ class WriteQueue:
             self._outbox.counts["late"] += 1
             return None
         if write.local_slot is not None:
-            self.slots.free(write.local_slot)
             self.ready |= self._starved
             self._starved.clear()
         self.ready |= self._gather.pop_waiting()
@@ -333,8 +281,11 @@ class WriteQueue:
 
     def drop(self, outbound: OutboundTransfer) -> None:
         """Drop everything of a failed transfer that was not submitted."""
-        self.modes.drop(outbound)
-        outbound.drop_pending()
+        for ticket in outbound.undecided:
+            del self.undecided[ticket]
+        outbound.undecided.clear()
+        outbound.direct.clear()
+        outbound.staged.clear()
         self._gather.discard(outbound)
 
     def is_followed(self, op: Op) -> bool:
@@ -351,8 +302,8 @@ class WriteQueue:
         return bool(outbound.inflight)
 
     def check(self) -> None:
-        """Check decisions, writes in flight, early gathers and local slots."""
-        self.modes.check()
+        """Check decisions, writes in flight with their slots, and early gathers."""
+        for ticket, decision in self.undecided.items():
+            assert ticket in decision.outbound.undecided, ticket
         self.inflight.check()
         self._gather.check()
-        self.slots.check(self.inflight.slots())

@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 
 from kvferry.router.bodies import ID_BITS, OWN_FIELD, STREAM_FIELDS, ApiCall
+from kvferry.router.first_token import Continuation, may_continue
 from kvferry.router.options import EngineName, replicated
 from kvferry.router.upstream import (
     TRANSFER_FAILED,
@@ -35,14 +36,9 @@ LIMITS = ("max_tokens", "max_completion_tokens", "min_tokens", *STREAM_FIELDS)
 
 
 class EngineAdapter(ABC):
-    """Adapter of one engine.
-
-    ``needs_seed``: both workers sample, so they need one seed. ``can_cancel_rooms``: the prefill
-    worker has a path that releases a room.
-    """
+    """Adapter of one engine. ``needs_seed``: both workers sample, so they need one seed."""
 
     needs_seed = False
-    can_cancel_rooms = False
 
     @abstractmethod
     def for_prefill(self, call: ApiCall, room: int, deadline_s: float) -> bytes:
@@ -70,6 +66,18 @@ class EngineAdapter(ABC):
         """Return whether two workers can share a request."""
         return True
 
+    def may_continue(self, call: ApiCall) -> bool:
+        """Return whether a stream may begin with prefill's token; see ``first_token``."""
+        return False
+
+    def for_first_token(self, call: ApiCall, room: int, deadline_s: float) -> bytes:
+        """Return the body for a prefill worker whose token begins the stream."""
+        return self.for_prefill(call, room, deadline_s)
+
+    def for_rest(self, rest: Continuation, room: int, prefill: str, deadline_s: float) -> bytes:
+        """Return the body for the decode worker that continues the stream."""
+        return self.for_decode(rest.call, room, prefill, deadline_s)
+
     def classify(self, outcome: AttemptOutcome) -> AttemptOutcome:
         """Return the outcome of an attempt with two workers, with its fault domain."""
         return outcome
@@ -79,7 +87,6 @@ class KvferryAdapter(EngineAdapter):
     """Adapter of the reference engine (``docs/serving.md``)."""
 
     needs_seed = True
-    can_cancel_rooms = True
 
     def for_prefill(self, call: ApiCall, room: int, deadline_s: float) -> bytes:
         """Leave out the stream, and add the room."""
@@ -130,16 +137,24 @@ class VllmAdapter(EngineAdapter):
 
     def for_prefill(self, call: ApiCall, room: int, deadline_s: float) -> bytes:
         """Ask for one token."""
-        body = {key: value for key, value in call.body.items() if key not in LIMITS}
-        limit = "max_completion_tokens" if "messages" in body else "max_tokens"
-        params = {"do_remote_decode": True, "kvferry": {"room": room}}
-        return msgspec.json.encode(body | {limit: 1, PARAMS: params})
+        return msgspec.json.encode(_one_token(call, room))
 
     def for_decode(self, call: ApiCall, room: int, prefill: str, deadline_s: float) -> bytes:
         """Add the room and the instance that computes the prompt."""
-        own = {"room": room, "prefill": instance_of(prefill, room)}
-        params = {"do_remote_prefill": True, "kvferry": own}
-        return msgspec.json.encode(call.body | {PARAMS: params})
+        return msgspec.json.encode(call.body | {PARAMS: _from_room(prefill, room)})
+
+    def may_continue(self, call: ApiCall) -> bool:
+        """Accept a stream whose rest does not depend on where it begins."""
+        return self.can_split(call) and may_continue(call)
+
+    def for_first_token(self, call: ApiCall, room: int, deadline_s: float) -> bytes:
+        """Ask for one token, with the token ids of the prompt and of the token."""
+        return msgspec.json.encode(_one_token(call, room) | {"return_token_ids": True})
+
+    def for_rest(self, rest: Continuation, room: int, prefill: str, deadline_s: float) -> bytes:
+        """Add the room, which has all tokens of the prompt but the last."""
+        params = _from_room(prefill, room, tokens=rest.num_prompt_tokens)
+        return msgspec.json.encode(rest.call.body | {PARAMS: params})
 
     def headers(self, prefill: str, room: int) -> dict[str, str]:
         """Name the data-parallel replica, if there are several."""
@@ -186,6 +201,17 @@ class VllmAdapter(EngineAdapter):
         return WorkerHealth(worker.role, worker.name or worker.url, models[0].id)
 
 
+def _one_token(call: ApiCall, room: int) -> dict[str, Any]:
+    body = {key: value for key, value in call.body.items() if key not in LIMITS}
+    limit = "max_completion_tokens" if "messages" in body else "max_tokens"
+    return body | {limit: 1, PARAMS: {"do_remote_decode": True, OWN_FIELD: {"room": room}}}
+
+
+def _from_room(prefill: str, room: int, **more: int) -> dict[str, Any]:
+    own = {"room": room, "prefill": instance_of(prefill, room)} | more
+    return {"do_remote_prefill": True, OWN_FIELD: own}
+
+
 def instance_of(prefill: str, room: int) -> str:
     """Return the name at the discovery service of the instance that computes a room."""
     name, num_replicas = replicated(prefill)
@@ -200,8 +226,8 @@ def _is_batch(prompt: Any) -> bool:
 class SglangAdapter(VllmAdapter):
     """Adapter of SGLang with kvferry's backend (``docs/connectors/sglang.md``).
 
-    Prefill samples the first token and sends it in the room. A prefill worker's name is its
-    bootstrap address. Each prompt and each choice has a room of its own.
+    Prefill samples the first token and sends it in the room, so decode streams it. A prefill
+    worker's name is its bootstrap address. Each prompt and each choice has a room of its own.
     """
 
     def for_prefill(self, call: ApiCall, room: int, deadline_s: float) -> bytes:
@@ -225,6 +251,10 @@ class SglangAdapter(VllmAdapter):
     def can_split(self, call: ApiCall) -> bool:
         """Accept every request."""
         return True
+
+    def may_continue(self, call: ApiCall) -> bool:
+        """Leave the whole stream to decode."""
+        return False
 
 
 def _rooms(body: dict[str, Any], room: int) -> int | list[int]:

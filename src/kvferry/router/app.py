@@ -5,14 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
+from functools import partial
 
 import msgspec
 from aiohttp import web
 
-from kvferry import ClusterKey
+from kvferry import ClusterKey, discovery_at
 from kvferry.dashboard.routes import PageRoutes, is_guarded
-from kvferry.http.api_errors import ApiError, from_http_exception, json_response
+from kvferry.http.api_errors import (
+    CLIENT_LEFT,
+    ApiError,
+    Handler,
+    json_response,
+    read_body,
+    respond,
+)
 from kvferry.router.adapters import adapter_of
 from kvferry.router.bodies import RequestDefaults, new_id, parse_call
 from kvferry.router.forward import Forwarder
@@ -26,12 +34,8 @@ from kvferry.security.tokens import token_problem
 
 log = logging.getLogger("kvferry.router")
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
 MAX_BODY_BYTES = 8 << 20
-BODY_S = 30.0
 FAILURE_HEADER = "X-Kvferry-On-Failure"
-CLIENT_LEFT = 499
 
 
 class Router:
@@ -52,8 +56,11 @@ class Router:
         self.metrics = RouterMetrics(self.pool)
         self._adapter = adapter
         self._forwarder = Forwarder(options, self.pool, self.metrics, adapter, key)
-        self._watch = WorkerWatch(options, self.pool, key, adapter.check_health)
-        self._status = RouterStatus(options.discovery, self.pool, key)
+        where = options.discovery
+        discovery = discovery_at(where, key) if where is not None else None
+        self._discovery = discovery
+        self._watch = WorkerWatch(options, self.pool, discovery, key, adapter.check_health)
+        self._status = RouterStatus(discovery, self.pool, key)
         self._key = key.http if key is not None else None
         self._since = int(time.time())
 
@@ -80,6 +87,8 @@ class Router:
         await cancel_and_wait(task)
         await self._forwarder.close()
         await self._status.close()
+        if self._discovery is not None:
+            await self._discovery.close()
 
     # ------------------------------------------------------------ middleware
 
@@ -89,32 +98,16 @@ class Router:
         path, began = route.canonical if route is not None else "other", time.monotonic()
         status = str(CLIENT_LEFT)
         try:
-            response = await self._handle(request, handler)
+            response = await respond(request, partial(self._guarded, handler), log)
             status = str(response.status)
             return response
         finally:
             self.metrics.requests.labels(path, status).inc()
             self.metrics.seconds.labels(path).observe(time.monotonic() - began)
 
-    async def _handle(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        try:
-            self._check_token(request)
-            return await handler(request)
-        except ApiError as error:
-            level = logging.INFO if error.status < 500 else logging.WARNING
-            log.log(
-                level, "refused path=%s status=%d reason=%r", request.path, error.status, str(error)
-            )
-            return error.response()
-        except web.HTTPException as error:
-            return from_http_exception(error, MAX_BODY_BYTES).response()
-        except (ConnectionError, web.RequestPayloadError) as error:
-            # The client has left, so nobody reads this response.
-            log.info("client-left path=%s reason=%r", request.path, error)
-            return web.Response(status=CLIENT_LEFT)
-        except Exception:
-            log.exception("request-failed path=%s", request.path)
-            return ApiError(500, "the router has a bug; see its log", code="internal").response()
+    async def _guarded(self, handler: Handler, request: web.Request) -> web.StreamResponse:
+        self._check_token(request)
+        return await handler(request)
 
     def _check_token(self, request: web.Request) -> None:
         """Demand a token for the dashboard's documents; the API needs none."""
@@ -128,13 +121,7 @@ class Router:
     # ------------------------------------------------------------ API
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        try:
-            async with asyncio.timeout(BODY_S):
-                data = await request.read()
-        except TimeoutError:
-            raise ApiError(
-                408, f"the request body took longer than {BODY_S:g} s", code="slow"
-            ) from None
+        data = await read_body(request)
         header = request.headers.get(FAILURE_HEADER)
         seed = new_id() if self._adapter.needs_seed else None
         defaults = RequestDefaults(self._model, self._options.on_failure, seed)

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,9 +19,10 @@ from kvferry import ClusterKey
 from kvferry.http.api_errors import JSON, ApiError
 from kvferry.router.adapters import EngineAdapter
 from kvferry.router.bodies import ApiCall, new_id
+from kvferry.router.first_token import Continuation, continuation
 from kvferry.router.metrics import RouterMetrics
-from kvferry.router.options import OnFailure, RouterOptions
-from kvferry.router.streams import relay
+from kvferry.router.options import FirstTokenFrom, OnFailure, RouterOptions
+from kvferry.router.streams import WholeEvents, begin, end_with, relay
 from kvferry.router.upstream import (
     AttemptOutcome,
     FailedAttempt,
@@ -59,6 +62,21 @@ class WorkerPair(NamedTuple):
 
     prefill: Worker | None
     decode: Worker
+
+
+class Opened(NamedTuple):
+    """A response that has begun, and the workers of its attempt."""
+
+    pair: WorkerPair
+    response: OpenResponse
+
+
+class FirstTokenOpened(NamedTuple):
+    """A stream whose first token came from prefill, and whose rest decode can load from a room."""
+
+    pair: WorkerPair
+    rest: Continuation
+    room: int
 
 
 def next_try(
@@ -137,36 +155,123 @@ class Forwarder:
         self._session = self._session or new_session()
         deadline = asyncio.get_running_loop().time() + self._options.deadline_s
         with Upstream(self._session, self._key) as upstream:
-            try:
-                async with asyncio.timeout_at(deadline):
-                    pair, opened = await self._open(upstream, call)
-            except TimeoutError:
-                seconds = f"{self._options.deadline_s:g} s"
-                raise ApiError(504, f"no response came within {seconds}", code="deadline") from None
-            return await _respond(request, call, pair, opened, deadline)
+            async with self._before(deadline):
+                opened = await self._open(upstream, call, AttemptState())
+            headers = _names(opened.pair)
+            if isinstance(opened, FirstTokenOpened):
+                response = await begin(request, headers, {})
+                return await self._continue(upstream, response, opened, deadline)
+            if call.stream:
+                response = await begin(request, headers, opened.response.response.headers)
+                return await relay(response, opened.response, WholeEvents(), deadline)
+            return web.Response(body=opened.response.head, content_type=JSON, headers=headers)
 
-    async def _open(self, upstream: Upstream, call: ApiCall) -> tuple[WorkerPair, OpenResponse]:
-        """Try until a response begins; raise ``ApiError`` if no attempt is left."""
-        tried = AttemptState()
+    @contextlib.asynccontextmanager
+    async def _before(self, deadline: float) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout_at(deadline):
+                yield
+        except TimeoutError:
+            seconds = f"{self._options.deadline_s:g} s"
+            raise ApiError(504, f"no response came within {seconds}", code="deadline") from None
+
+    async def _continue(
+        self,
+        upstream: Upstream,
+        response: web.StreamResponse,
+        first: FirstTokenOpened,
+        deadline: float,
+    ) -> web.StreamResponse:
+        """Send the first token, then the rest from decode."""
+        await response.write(first.rest.head)
+        try:
+            async with self._before(deadline):
+                opened = await self._open_rest(upstream, first)
+        except ApiError as error:
+            return await end_with(response, error)
+        return await relay(response, opened, WholeEvents(first.rest.rewrite), deadline)
+
+    async def _open_rest(self, upstream: Upstream, first: FirstTokenOpened) -> OpenResponse:
+        """Ask the decode worker of the pair; if it fails, begin anew with the longer prompt."""
+        assert first.pair.prefill is not None
+        rest, tried = first.rest, AttemptState(attempts=1)
+        body = self._adapter.for_rest(
+            rest, first.room, first.pair.prefill.name, self._options.room_s
+        )
+        sent = await upstream.send(first.pair.decode, rest.call.path, body, stream=True)
+        outcome = self._adapter.classify(sent)
+        self._metrics.attempt(outcome)
+        if isinstance(outcome, OpenResponse):
+            return outcome
+        self._record_failure(rest.call, tried, first.pair, outcome)
+        opened = await self._open(upstream, rest.call, tried, from_prefill=False)
+        assert not isinstance(opened, FirstTokenOpened)
+        return opened.response
+
+    async def _open(
+        self,
+        upstream: Upstream,
+        call: ApiCall,
+        tried: AttemptState,
+        *,
+        from_prefill: bool = True,
+    ) -> Opened | FirstTokenOpened:
+        """Try until a response begins; raise ``ApiError`` if no attempt is left.
+
+        ``from_prefill``: the first token may come from prefill.
+        """
+        early = (
+            from_prefill
+            and self._options.first_token is FirstTokenFrom.PREFILL
+            and self._adapter.may_continue(call)
+        )
         while True:
             tried.local = tried.local or not self._adapter.can_split(call)
             pair = choose(self._pool, call, tried)
             tried.attempts += 1
-            outcome = await self._attempt(upstream, call, pair)
+            if early and pair.prefill is not None:
+                outcome = await self._attempt_in_turn(upstream, call, pair, pair.prefill)
+            else:
+                outcome = await self._attempt(upstream, call, pair)
+            if isinstance(outcome, FirstTokenOpened):
+                self._metrics.first_tokens.inc()
+                return outcome
             self._metrics.attempt(outcome)
             if isinstance(outcome, OpenResponse):
-                return pair, outcome
-            log.log(
-                # An invalid request is the client's mistake.
-                logging.INFO if outcome.fault_domain is FaultDomain.REQUEST else logging.WARNING,
-                "attempt-failed worker=%s fault_domain=%s error=%r",
-                outcome.worker.url,
-                outcome.fault_domain.name,
-                outcome.message,
-            )
-            tried.avoid.add(_worker_at_fault(pair, outcome).url)
-            if not next_try(tried, outcome, call.on_failure, self._options.attempts):
-                raise client_error(outcome)
+                return Opened(pair, outcome)
+            self._record_failure(call, tried, pair, outcome)
+
+    def _record_failure(
+        self, call: ApiCall, tried: AttemptState, pair: WorkerPair, failure: FailedAttempt
+    ) -> None:
+        """Take a failed attempt; raise ``ApiError`` if it was the last."""
+        log.log(
+            # An invalid request is the client's mistake.
+            logging.INFO if failure.fault_domain is FaultDomain.REQUEST else logging.WARNING,
+            "attempt-failed worker=%s fault_domain=%s error=%r",
+            failure.worker.url,
+            failure.fault_domain.name,
+            failure.message,
+        )
+        tried.avoid.add(_worker_at_fault(pair, failure).url)
+        if not next_try(tried, failure, call.on_failure, self._options.attempts):
+            raise client_error(failure)
+
+    async def _attempt_in_turn(
+        self, upstream: Upstream, call: ApiCall, pair: WorkerPair, prefill: Worker
+    ) -> AttemptOutcome | FirstTokenOpened:
+        """Ask prefill for the first token; if it can't begin the stream, ask decode for all."""
+        adapter, room, room_s = self._adapter, new_id(), self._options.room_s
+        in_room(room)
+        prompt = adapter.for_first_token(call, room, room_s)
+        headers = adapter.headers(prefill.name, room)
+        first = await self._prefill(prefill, call.path, prompt, headers)
+        if isinstance(first, FailedAttempt):
+            return adapter.classify(first)
+        if (rest := continuation(call, first.head, room)) is not None:
+            return FirstTokenOpened(pair, rest, room)
+        answer = adapter.for_decode(call, room, prefill.name, room_s)
+        return adapter.classify(await upstream.send(pair.decode, call.path, answer, stream=True))
 
     async def _attempt(self, upstream: Upstream, call: ApiCall, pair: WorkerPair) -> AttemptOutcome:
         adapter = self._adapter
@@ -194,10 +299,6 @@ class Forwarder:
                 self._keep_running(first)
             else:
                 await cancel_and_wait(first, second)
-                if adapter.can_cancel_rooms:
-                    self._keep_running(
-                        asyncio.create_task(upstream.cancel_room(pair.prefill, room))
-                    )
 
     def _keep_running(self, task: asyncio.Task[Any]) -> None:
         """Let a task finish in the background; it has a timeout."""
@@ -241,16 +342,7 @@ def _worker_at_fault(pair: WorkerPair, failure: FailedAttempt) -> Worker:
     return pair.prefill if is_prefill_failure(failure) and pair.prefill else failure.worker
 
 
-async def _respond(
-    request: web.Request,
-    call: ApiCall,
-    pair: WorkerPair,
-    opened: OpenResponse,
-    deadline: float,
-) -> web.StreamResponse:
-    headers = {DECODE_HEADER: pair.decode.name}
-    if pair.prefill is not None:
-        headers[PREFILL_HEADER] = pair.prefill.name
-    if call.stream:
-        return await relay(request, opened, headers, deadline)
-    return web.Response(body=opened.head, content_type=JSON, headers=headers)
+def _names(pair: WorkerPair) -> dict[str, str]:
+    """Return the headers that name the workers."""
+    names = {DECODE_HEADER: pair.decode.name}
+    return names if pair.prefill is None else names | {PREFILL_HEADER: pair.prefill.name}

@@ -35,6 +35,11 @@ class RouterMetrics:
             ["outcome"],
             registry=self.registry,
         )
+        self.first_tokens = Counter(
+            "kvferry_router_first_tokens_from_prefill",
+            "Streams whose first token came from prefill",
+            registry=self.registry,
+        )
         self._workers = Gauge(
             "kvferry_router_workers",
             "Known workers",

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
-from kvferry import InputError, checked_address
+from kvferry import InputError, check_discovery_url, checked_address
 
 
 class BalancePolicy(StrEnum):
@@ -17,7 +17,7 @@ class BalancePolicy(StrEnum):
 
 
 class OnFailure(StrEnum):
-    """What to do when the transfer of a prompt's cache fails.
+    """Reaction to a failed transfer of a prompt's cache.
 
     RETRY tries another prefill worker, LOCAL lets the decode worker compute the prompt, FAIL
     returns the error to the client.
@@ -34,6 +34,17 @@ class EngineName(StrEnum):
     KVFERRY = "kvferry"
     VLLM = "vllm"
     SGLANG = "sglang"
+
+
+class FirstTokenFrom(StrEnum):
+    """Which of vLLM's workers sends the first token of a stream to the client.
+
+    PREFILL sends it as soon as the prompt is computed, where the answer stays exact; the transfer
+    then begins after prefill. DECODE sends it after the transfer, which overlaps with prefill.
+    """
+
+    PREFILL = "prefill"
+    DECODE = "decode"
 
 
 # A healthy worker responds in milliseconds, unless its machine is overloaded.
@@ -62,6 +73,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     decode_urls: tuple[str, ...] = ()
     policy: BalancePolicy = BalancePolicy.LEAST_LOADED
     on_failure: OnFailure = OnFailure.LOCAL
+    first_token: FirstTokenFrom = FirstTokenFrom.PREFILL
     attempts: int = 3
     deadline_s: float = 600.0
     room_s: float = 120.0
@@ -86,6 +98,8 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 raise InputError(
                     f"{name} must be above 0 and at most 86400, not {getattr(self, name):g}"
                 )
+        if self.discovery is not None:
+            check_discovery_url(self.discovery)
         for text in (*self.prefill_urls, *self.decode_urls):
             named_url(text)
         self._check_names()

@@ -19,8 +19,8 @@ from kvferry.router.options import RouterOptions
 log = logging.getLogger("kvferry.router")
 
 SHUTDOWN_S = 1.0
-# Per request: the client, two workers, and a cancellation.
-FILES_PER_REQUEST = 4
+# Per request: the client and two workers.
+FILES_PER_REQUEST = 3
 
 
 @contextlib.asynccontextmanager

@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from kvferry import ClusterKey, KvferryError, RequestSigner
+from kvferry import ClusterKey, Discovery, KvferryError, RequestSigner, find_status_url
 from kvferry.router.upstream import new_session
 from kvferry.router.worker_pool import Worker, WorkerPool
 from kvferry.telemetry.status import ClusterStatus, WorkerStatus
@@ -26,10 +26,13 @@ UNUSABLE = (aiohttp.ClientError, OSError, ValueError, KvferryError, TimeoutError
 class RouterStatus:
     """A ``StatusSource`` that queries the discovery service. Runs on the router's event loop."""
 
-    def __init__(self, discovery: str | None, pool: WorkerPool, key: ClusterKey | None) -> None:
-        self._base = (discovery or "").rstrip("/")
+    def __init__(
+        self, discovery: Discovery | None, pool: WorkerPool, key: ClusterKey | None
+    ) -> None:
+        self._discovery = discovery
         self._pool = pool
-        self._signer = RequestSigner(self._base, key)
+        self._key = key
+        self._signer = RequestSigner("", key)
         self._session: aiohttp.ClientSession | None = None
         self._last: ClusterStatus | None = None
         self._last_at = -FRESH_S
@@ -51,7 +54,7 @@ class RouterStatus:
         return msgspec.structs.replace(self._last, served_by="router", workers=workers)
 
     async def _cluster(self) -> ClusterStatus:
-        if not self._base:
+        if self._discovery is None:
             return _nothing("this router has no discovery service, so it shows only its workers")
         try:
             status, body = await self._get("/kvferry/cluster", STATUS_TIMEOUT_S)
@@ -65,8 +68,6 @@ class RouterStatus:
 
     async def waterfall(self, room: str) -> Waterfall | None:
         """Return a room's waterfall from the discovery service."""
-        if not self._base:
-            return None
         try:
             path = f"/kvferry/traces/{quote(room, safe='')}"
             status, body = await self._get(path, TRACE_TIMEOUT_S)
@@ -88,10 +89,15 @@ class RouterStatus:
         return body.decode()
 
     async def _get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
+        if self._discovery is None:
+            raise ValueError("this router has no discovery service")
         self._session = self._session or new_session()
         async with asyncio.timeout(timeout_s):
+            base = await find_status_url(self._discovery)
+            if base != self._signer.base:
+                self._signer = RequestSigner(base, self._key)
             headers = await self._signer.authorization(self._session, "GET", path)
-            url = URL(self._base + path, encoded=True)
+            url = URL(base + path, encoded=True)
             async with self._session.get(url, headers=headers, allow_redirects=False) as response:
                 body = await response.read()
                 if response.status == 401:

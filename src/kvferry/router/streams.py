@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping
 
 from aiohttp import web
 
 from kvferry.http.api_errors import ApiError
-from kvferry.http.sse import EventReader
+from kvferry.http.sse import EventReader, ServerEvent
 from kvferry.router.upstream import (
     MAX_RESPONSE_BYTES,
     OpenResponse,
@@ -17,14 +18,25 @@ from kvferry.router.upstream import (
     translate_errors,
 )
 
+EVENTS = "text/event-stream"
 DONE = "[DONE]"
 ERROR = '{"error"'
 
 
-class WholeEvents:
-    """Splitter of a byte stream into whole events. Pure."""
+def as_received(event: ServerEvent) -> bytes:
+    """Return an event's own bytes."""
+    return event.raw
 
-    def __init__(self, most_bytes: int = MAX_RESPONSE_BYTES) -> None:
+
+class WholeEvents:
+    """Splitter of a byte stream into whole events, each passed through ``rewrite``. Pure."""
+
+    def __init__(
+        self,
+        rewrite: Callable[[ServerEvent], bytes] = as_received,
+        most_bytes: int = MAX_RESPONSE_BYTES,
+    ) -> None:
+        self._rewrite = rewrite
         self._reader = EventReader(most_bytes)
         self._last = ""
 
@@ -33,7 +45,7 @@ class WholeEvents:
         events = list(self._reader.feed(data))
         for event in events:
             self._last = self._last if event.data is None else event.data
-        return b"".join(event.raw for event in events)
+        return b"".join(self._rewrite(event) for event in events)
 
     @property
     def ended(self) -> bool:
@@ -41,21 +53,32 @@ class WholeEvents:
         return self._last == DONE or self._last.startswith(ERROR)
 
 
-async def relay(
-    request: web.Request, opened: OpenResponse, headers: dict[str, str], deadline: float
+async def begin(
+    request: web.Request, headers: dict[str, str], worker_headers: Mapping[str, str]
 ) -> web.StreamResponse:
-    """Relay the stream; if it breaks, end it with an error event."""
-    kind = opened.response.headers.get("Content-Type", "text/event-stream")
+    """Begin the client's stream, with the type of the worker's."""
+    kind = worker_headers.get("Content-Type", EVENTS)
     response = web.StreamResponse(headers=headers | {"Content-Type": kind})
     response.headers["Cache-Control"] = "no-cache"
     await response.prepare(request)
-    events = WholeEvents()
+    return response
+
+
+async def relay(
+    response: web.StreamResponse, opened: OpenResponse, events: WholeEvents, deadline: float
+) -> web.StreamResponse:
+    """Relay a worker's stream; if it breaks, end the client's with an error event."""
     error = await _send(opened, events, response, deadline)
-    if not events.ended:
-        broken = ApiError(
-            502, f"the {opened.worker} ended its response early", code="worker_failed"
-        )
-        await response.write((error or broken).event())
+    if events.ended:
+        await response.write_eof()
+        return response
+    broken = ApiError(502, f"the {opened.worker} ended its response early", code="worker_failed")
+    return await end_with(response, error or broken)
+
+
+async def end_with(response: web.StreamResponse, error: ApiError) -> web.StreamResponse:
+    """End the client's stream with an error event."""
+    await response.write(error.event())
     await response.write_eof()
     return response
 

@@ -144,17 +144,6 @@ class Upstream:
                 raise WorkerBroke(f"the {worker} sent an empty response")
             return OpenResponse(worker, response, head)
 
-    async def cancel_room(self, worker: Worker, room: int) -> None:
-        """Tell a prefill worker to release a room before its deadline. Errors are ignored."""
-        path = f"/kvferry/rooms/{room}"
-        headers = self._headers(worker, "DELETE", path)
-        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
-            async with (
-                asyncio.timeout(CONNECT_S),
-                self._session.delete(worker.url + path, headers=headers, allow_redirects=False),
-            ):
-                pass
-
     def _headers(self, worker: Worker, method: str, path: str, body: bytes = b"") -> dict[str, str]:
         """Return the headers for the request id, and the signature if there is a key."""
         if self._key is None or not worker.life:

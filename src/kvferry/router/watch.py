@@ -9,13 +9,10 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
-from urllib.parse import quote
 
 import aiohttp
-import msgspec
-from yarl import URL
 
-from kvferry import ClusterKey, InputError, InstanceView, KvferryError, RequestSigner, Summaries
+from kvferry import ClusterKey, Discovery, DiscoveryError, InputError, InstanceView, KvferryError
 from kvferry.router.options import RouterOptions, checked_url
 from kvferry.router.upstream import cancel_and_wait, new_session
 from kvferry.router.worker_pool import (
@@ -31,7 +28,8 @@ from kvferry.security.signing import Introduction, new_nonce
 log = logging.getLogger("kvferry.router")
 
 DISCOVERY_TIMEOUT_S = 3.0
-MAX_BYTES = 64 << 20
+# Views that are asked for at once.
+MAX_LOOKUPS = 32
 UNUSABLE = (aiohttp.ClientError, OSError, ValueError, KvferryError, UnicodeDecodeError)
 
 
@@ -45,6 +43,7 @@ class WorkerWatch:
         self,
         options: RouterOptions,
         pool: WorkerPool,
+        discovery: Discovery | None,
         key: ClusterKey | None,
         check: CheckHealth,
     ) -> None:
@@ -52,7 +51,7 @@ class WorkerWatch:
         self._check_health = check
         self._pool = pool
         self._key = key.http if key is not None else None
-        self._signer = RequestSigner((options.discovery or "").rstrip("/"), key)
+        self._discovery = discovery
         self._known: dict[str, tuple[str, AnnouncedWorker | None]] = {}
         self._is_unreachable = False
         self._tasks: dict[object, asyncio.Task[None]] = {}
@@ -72,8 +71,8 @@ class WorkerWatch:
 
     def _poll(self, session: aiohttp.ClientSession) -> None:
         """Start the next request to each party; skip those whose last one still runs."""
-        if self._options.discovery is not None:
-            self._start("discovery", self._list_workers, session, self._options.discovery)
+        if self._discovery is not None:
+            self._start("discovery", self._list_workers, self._discovery)
         for worker in self._pool.workers:
             self._start(worker, self._check, session, worker)
 
@@ -86,44 +85,34 @@ class WorkerWatch:
 
     # ------------------------------------------------------------ the discovery service
 
-    async def _list_workers(self, session: aiohttp.ClientSession, base: str) -> None:
+    async def _list_workers(self, discovery: Discovery) -> None:
         try:
             async with asyncio.timeout(DISCOVERY_TIMEOUT_S):
-                announced = await self._announced(session, base)
-        except (*UNUSABLE, TimeoutError) as error:
+                announced = await self._announced(discovery)
+        except (DiscoveryError, TimeoutError) as error:
             if not self._is_unreachable:
-                log.warning("discovery-unreachable url=%s error=%r", base, str(error))
+                log.warning("discovery-unreachable url=%s error=%r", discovery, str(error))
             self._is_unreachable = True
             return
         if self._is_unreachable:
-            log.info("discovery-reachable url=%s", base)
+            log.info("discovery-reachable url=%s", discovery)
         self._is_unreachable = False
         self._pool.update_listed(announced)
 
-    async def _announced(self, session: aiohttp.ClientSession, base: str) -> list[AnnouncedWorker]:
-        listing = msgspec.json.decode(
-            await self._get(session, base, "/v1/instances"), type=Summaries
-        )
-        versions = {entry.name: entry.version for entry in listing.instances if entry.complete}
-        for name, version in versions.items():
-            if self._known.get(name, ("",))[0] != version:
-                path = f"/v1/instances/{quote(name, safe='')}"
-                view = msgspec.json.decode(await self._get(session, base, path), type=InstanceView)
-                self._known[name] = (version, announced_worker(view))
+    async def _announced(self, discovery: Discovery) -> list[AnnouncedWorker]:
+        listed = (await discovery.list()).instances
+        versions = {entry.name: entry.version for entry in listed if entry.complete}
+        at_once = asyncio.Semaphore(MAX_LOOKUPS)
+
+        async def look_up(name: str) -> None:
+            async with at_once:
+                self._known[name] = (versions[name], await _worker_of(discovery, name))
+
+        known = {name: version for name, (version, _) in self._known.items()}
+        changed = [name for name, version in versions.items() if known.get(name) != version]
+        await asyncio.gather(*map(look_up, changed))
         self._known = {name: self._known[name] for name in versions}
         return [entry for _, entry in self._known.values() if entry is not None]
-
-    async def _get(self, session: aiohttp.ClientSession, base: str, path: str) -> bytes:
-        headers = await self._signer.authorization(session, "GET", path)
-        url = URL(base.rstrip("/") + path, encoded=True)
-        async with session.get(url, headers=headers, allow_redirects=False) as response:
-            data = await response.content.read(MAX_BYTES)
-            if response.status == 401:
-                # It may have restarted: authenticate again with the next request.
-                self._signer.forget()
-            if response.status != 200:
-                raise ValueError(f"status {response.status}: {data[:200]!r}")
-            return data
 
     # ------------------------------------------------------------ the workers
 
@@ -168,6 +157,18 @@ class WorkerWatch:
             return
         del self._timers[worker]
         self._pool.mark_lost_if_silent(worker, when)
+
+
+async def _worker_of(discovery: Discovery, name: str) -> AnnouncedWorker | None:
+    """Return the worker that an instance announces now, if any."""
+    try:
+        view = await discovery.watch(name, "", 0.0)
+    except DiscoveryError as error:
+        if error.fault == "incomplete":
+            # It has ended since the list was made.
+            return None
+        raise
+    return announced_worker(view) if view is not None else None
 
 
 def announced_worker(view: InstanceView) -> AnnouncedWorker | None:

@@ -86,7 +86,7 @@ def _signature(
 
 
 def mac(key: bytes, *lines: str) -> str:
-    """Return the HMAC of some lines. The first names the purpose, so that purposes never mix."""
+    """Return the HMAC of some lines. The first line names the purpose, which keeps uses apart."""
     return hmac.new(key, "\n".join(lines).encode(), hashlib.sha256).hexdigest()
 
 

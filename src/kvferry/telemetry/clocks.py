@@ -9,7 +9,7 @@ width is its error bound, and the bound grows with age because clocks drift.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
@@ -65,13 +65,3 @@ def aligned(reference: str, offsets: Mapping[tuple[str, str], Offset]) -> dict[s
             for there, more_s, more_error_s in edges.get(here, ()):
                 heapq.heappush(queue, (error_s + more_error_s, seconds + more_s, there))
     return found
-
-
-def best_reference(endpoints: Iterable[str], offsets: Mapping[tuple[str, str], Offset]) -> str:
-    """Return the endpoint that reaches most others, with the smallest total error."""
-
-    def cost(endpoint: str) -> tuple[int, float]:
-        found = aligned(endpoint, offsets)
-        return -len(found), sum(offset.error_s for offset in found.values())
-
-    return min(sorted(endpoints), key=cost)

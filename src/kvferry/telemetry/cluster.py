@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -56,7 +55,6 @@ class _Endpoint:
     report: EndpointStatus
     reported_at: float
     every_s: float
-    layout: Layout | None
 
     def state(self, now: float) -> RankState:
         silent_s = now - self.reported_at
@@ -75,20 +73,7 @@ class _TraceQuery:
 
     at: float
     asked: set[str] = field(default_factory=set)
-    answered: set[str] = field(default_factory=set)
-    traces: dict[str, RoomTrace] = field(default_factory=dict)
-
-
-class Registered(NamedTuple):
-    """An instance in the discovery registry."""
-
-    name: str
-    # Why the instance is incomplete, or an empty string.
-    note: str
-    sharding: str
-    transport: str
-    num_ranks: int
-    ranks: frozenset[int]
+    answers: dict[str, RoomTrace | None] = field(default_factory=dict)
 
 
 class ClusterMonitor:
@@ -103,25 +88,21 @@ class ClusterMonitor:
 
     def take(self, report: EndpointStatus, now: float) -> ReportRequest:
         """Store a report; return what the endpoint should report next."""
-        name, known = report.name, self._endpoints.get(report.name)
-        is_same = known is not None and known.report.incarnation == report.incarnation
-        layout = report.layout or (known.layout if known and is_same else None)
+        name = report.name
         usual_s = WATCHED_S if now - self._watched_at < WATCHING_S else UNWATCHED_S
         every_s = max(usual_s, len(self._endpoints) / MAX_REPORTS_PER_S)
-        if known is not None or len(self._endpoints) < MAX_ENDPOINTS:
-            self._endpoints[name] = _Endpoint(report, now, every_s, layout)
-        for trace in report.traces:
-            if trace.room in self._queries:
-                self._queries[trace.room].traces[name] = trace
+        if name in self._endpoints or len(self._endpoints) < MAX_ENDPOINTS:
+            self._endpoints[name] = _Endpoint(report, now, every_s)
+        traces = {trace.room: trace for trace in report.traces}
         # A report answers the previous request.
         unasked: list[str] = []
         for room, query in self._queries.items():
             if name in query.asked:
-                query.answered.add(name)
+                query.answers.setdefault(name, traces.get(room))
             elif len(unasked) < MAX_TRACES:
                 query.asked.add(name)
                 unasked.append(room)
-        return ReportRequest(every_s=every_s, rooms=tuple(unasked), layout=layout is None)
+        return ReportRequest(every_s=every_s, rooms=tuple(unasked))
 
     def leave(self, name: str, incarnation: int) -> bool:
         """Remove an endpoint that closes; return whether this incarnation was known."""
@@ -157,12 +138,13 @@ class ClusterMonitor:
         """Return whether every endpoint that is alive has answered the query."""
         query = self._queries.get(room)
         alive = {name for name, known in self._endpoints.items() if known.is_alive(now)}
-        return query is None or alive <= query.answered
+        return query is None or alive <= query.answers.keys()
 
     def waterfall(self, room: str) -> Waterfall | None:
         """Return a queried room's waterfall from the answers so far; None if nobody knows it."""
         query = self._queries.get(room)
-        if query is None or not query.traces:
+        traces = [trace for trace in query.answers.values() if trace] if query else []
+        if not traces:
             return None
         reports = [known.report for known in self._endpoints.values()]
         days = {report.name: report.wall - report.clock for report in reports}
@@ -172,21 +154,17 @@ class ClusterMonitor:
             for link in report.links
             if link.offset is not None
         }
-        return build_waterfall(list(query.traces.values()), offsets, days)
+        return build_waterfall(traces, offsets, days)
 
     # ------------------------------------------------------------ status
 
     def layout_of(self, instance: str) -> Layout | None:
         """Return an instance's layout, if any of its ranks has reported it."""
-        for known in self._endpoints.values():
-            if known.report.instance == instance and known.layout is not None:
-                return known.layout
-        return None
+        reports = (known.report for known in self._endpoints.values())
+        return next((one.layout for one in reports if one.instance == instance), None)
 
-    def status(
-        self, registered: Iterable[Registered], now: float, wall: float, served_by: str
-    ) -> ClusterStatus:
-        """Return the cluster's status. Reports come more often for a while."""
+    def status(self, now: float, wall: float, served_by: str) -> ClusterStatus:
+        """Return the cluster's status, and ask for reports more often for a while."""
         self._watched_at = now
         endpoints = list(self._endpoints.values())
         shown = [one for one in endpoints if one.state(now) is not RankState.GONE]
@@ -206,7 +184,7 @@ class ClusterMonitor:
         return ClusterStatus(
             at=wall,
             served_by=served_by,
-            instances=_instances(endpoints, {one.name: one for one in registered}, now),
+            instances=_instances(endpoints, now),
             links=links,
             rooms=rooms[:MAX_ROOMS],
             slow=slow[:MAX_SLOW],
@@ -217,54 +195,33 @@ class ClusterMonitor:
         )
 
 
-def _instances(
-    endpoints: Iterable[_Endpoint], registered: Mapping[str, Registered], now: float
-) -> tuple[InstanceStatus, ...]:
-    by_name: dict[str, dict[int, _Endpoint]] = {name: {} for name in registered}
+def _instances(endpoints: Iterable[_Endpoint], now: float) -> tuple[InstanceStatus, ...]:
+    by_name: dict[str, dict[int, _Endpoint]] = {}
     for one in endpoints:
         by_name.setdefault(one.report.instance, {})[one.report.rank] = one
-    merged = [_instance(name, by_name[name], registered.get(name), now) for name in by_name]
+    merged = [_instance(reported, now) for reported in by_name.values()]
     return tuple(sorted(merged, key=lambda one: (one.role, one.name)))
 
 
-def _instance(
-    name: str, reported: Mapping[int, _Endpoint], registered: Registered | None, now: float
-) -> InstanceStatus:
-    newest = max(reported.values(), key=lambda one: one.reported_at).report if reported else None
-    known = newest or registered
-    assert known is not None
-    role = newest.role if newest else "source"
-    ranks = [_rank(rank, reported.get(rank), registered, now) for rank in range(known.num_ranks)]
+def _instance(reported: Mapping[int, _Endpoint], now: float) -> InstanceStatus:
+    newest = max(reported.values(), key=lambda one: one.reported_at).report
+    ranks = [_rank(rank, reported.get(rank), now) for rank in range(newest.layout.num_ranks)]
     down = [str(one.rank) for one in ranks if one.state not in ALIVE]
-    note = f"no report from rank {', '.join(down[:8])}" if down else ""
-    if role == "source" and registered is None:
-        note = "no longer registered at the discovery service"
-    elif role == "source" and registered and registered.note:
-        note = registered.note
     return InstanceStatus(
-        name=name,
-        role=role,
-        sharding=known.sharding,
-        transport=known.transport,
-        ready=not note,
-        note=note,
+        name=newest.instance,
+        role=newest.role,
+        sharding=str(newest.layout),
+        transport=newest.transport,
+        note=f"no report from rank {', '.join(down[:8])}" if down else "",
         ranks=tuple(ranks),
     )
 
 
-def _rank(
-    rank: int, known: _Endpoint | None, registered: Registered | None, now: float
-) -> RankStatus:
-    is_registered = registered is not None and rank in registered.ranks
+def _rank(rank: int, known: _Endpoint | None, now: float) -> RankStatus:
     if known is None:
-        if is_registered:
-            return RankStatus(rank=rank, note="registered; sends no reports")
-        return RankStatus(rank=rank, state=RankState.MISSING, note="not registered")
-    report, state = known.report, known.state(now)
-    if state is RankState.SILENT and report.role == "source" and not is_registered:
-        # Its lease has ended as well.
-        state = RankState.GONE
-    fields = {name: getattr(report, name) for name in RankStatus.__struct_fields__}
+        return RankStatus(rank=rank, state=RankState.MISSING, note="no report yet")
+    state = known.state(now)
+    fields = {name: getattr(known.report, name) for name in RankStatus.__struct_fields__}
     if state not in ALIVE:
         fields |= {"note": f"no report for {now - known.reported_at:.0f} s", "bytes_per_s": 0.0}
     return RankStatus(**fields | {"state": state})

@@ -15,7 +15,7 @@ from kvferry.protocol.links import Link
 from kvferry.protocol.outcome import Failure
 from kvferry.telemetry.clocks import Offset
 from kvferry.telemetry.metrics import EndpointMetrics, EndpointStats
-from kvferry.telemetry.observer import ObservedRoom, Observer, combine
+from kvferry.telemetry.observer import ObservedRoom, Observer, Observers
 from kvferry.telemetry.spans import ReadTraces, SpanExporter, find_tracer
 from kvferry.telemetry.status import (
     MAX_LINKS,
@@ -83,7 +83,7 @@ class EndpointTelemetry:
         tracer = find_tracer() if trace_events else None
         self._spans = SpanExporter(tracer, trace_events) if tracer else None
         traces = self.traces if trace_events else None
-        self.observer = combine(self.meter, traces, self._spans, own)
+        self.observer = Observers(self.meter, traces, self._spans, own)
         self.stats = self.meter.stats if self.meter else EndpointStats()
         self._sent = self.meter.sent if self.meter else {}
         self._rates = RateMeter()
@@ -140,10 +140,9 @@ class EndpointTelemetry:
                 self._room(one, "ended", one.seconds) for one in traces.slowest(now, MAX_SLOW_SHOWN)
             ),
             failures=tuple(
-                self._failure(one, one.failure, now) for one in traces.failures() if one.failure
+                self._failure(one, one.failure, now) for one in traces.failed if one.failure
             ),
             traces=tuple(traces.named(request.rooms)[:MAX_TRACES]),
-            layout=fixed.layout if request.layout else None,
         )
 
     def _link(self, link: Link, offset: Offset | None) -> LinkStatus:
@@ -181,10 +180,8 @@ class EndpointTelemetry:
 
 
 def _troubles(stats: EndpointStats) -> list[str]:
-    ended = [f"a bug ended the {thread} thread; restart this rank" for thread in stats.broken]
-    stalled = [
-        f"the {thread} thread made no progress for {seconds:.0f} s"
-        for thread, seconds in stats.stalled.items()
-        if seconds
+    stalled = {thread: seconds for thread, seconds in stats.stalled.items() if seconds}
+    return [
+        *(f"a bug ended the {thread} thread; restart this rank" for thread in stats.broken),
+        *(f"the {one} thread made no progress for {stalled[one]:.0f} s" for one in stalled),
     ]
-    return [*ended, *stalled]

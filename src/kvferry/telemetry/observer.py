@@ -48,10 +48,7 @@ class ObservedWrite(Protocol):
 
 
 class LoopStatus(NamedTuple):
-    """State of an endpoint's loop at the time ``at``.
-
-    ``links`` and ``counts`` belong to the machine: read them before ``status`` returns.
-    """
+    """State of a loop at a time. Read the machine's ``links`` and ``counts`` in ``status`` only."""
 
     at: float
     num_open: int
@@ -118,14 +115,14 @@ EVENTS = tuple(name for name in vars(Observer) if not name.startswith("_"))
 class Observers(Observer):
     """Several observers as one. An event goes directly to a single observer that overrides it."""
 
-    def __init__(self, *observers: Observer) -> None:
+    def __init__(self, *observers: Observer | None) -> None:
         self.use(*observers)
 
-    def use(self, *observers: Observer) -> None:
+    def use(self, *observers: Observer | None) -> None:
         """Replace the observers. Call on the loop thread, or before it starts."""
         for event in EVENTS:
             null = getattr(Observer, event)
-            methods = [getattr(one, event) for one in observers]
+            methods = [getattr(one, event) for one in observers if one is not None]
             methods = [one for one in methods if getattr(one, "__func__", None) is not null]
             setattr(self, event, methods[0] if len(methods) == 1 else _call_each(methods))
 
@@ -136,9 +133,3 @@ def _call_each(methods: list[Callable[..., None]]) -> Callable[..., None]:
             method(*event)
 
     return call
-
-
-def combine(*observers: Observer | None) -> Observer:
-    """Return one observer for all that are not None."""
-    given = [one for one in observers if one is not None]
-    return given[0] if len(given) == 1 else Observers(*given) if given else Observer()

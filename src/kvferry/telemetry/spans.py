@@ -26,8 +26,8 @@ from kvferry.telemetry.waterfall import SPANS, Waterfall, WaterfallBar, build_wa
 EXPORT_EVERY_S = 1.0
 VARIABLES = (
     "OTEL_TRACES_EXPORTER",
-    "OTEL_EXPORTER_OTLP_ENDPOINT",
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+    "OTEL_EXPORTER_OTLP_ENDPOINT",
 )
 # Waits that show as spans, from the first step of one kind to the first of another.
 WAITS = (
@@ -45,8 +45,8 @@ def spans_requested(environment: Mapping[str, str]) -> bool:
     """Return whether OpenTelemetry's variables ask for an exporter."""
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return False
-    is_named = any(environment.get(name, "") for name in VARIABLES)
-    return is_named and environment.get("OTEL_TRACES_EXPORTER") != "none"
+    values = (environment.get(name) for name in VARIABLES)
+    return next(filter(None, values), "none") != "none"
 
 
 def find_tracer(environment: Mapping[str, str] = os.environ) -> Any | None:
@@ -59,14 +59,12 @@ def find_tracer(environment: Mapping[str, str] = os.environ) -> Any | None:
         if not hasattr(provider, "add_span_processor"):
             if not spans_requested(environment):
                 return None
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import (  # noqa: PLC0415
-                OTLPSpanExporter,
-            )
-            from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
-            from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
+            from opentelemetry.exporter.otlp.proto.http import trace_exporter  # noqa: PLC0415
+            from opentelemetry.sdk.trace import TracerProvider, export  # noqa: PLC0415
 
             provider = TracerProvider()
-            provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+            exporter = trace_exporter.OTLPSpanExporter()
+            provider.add_span_processor(export.BatchSpanProcessor(exporter))
     except ImportError:
         if spans_requested(environment):
             log.warning("spans-unavailable error=%r", "run pip install 'kvferry[otel]'")

@@ -99,7 +99,7 @@ class FailureStatus(msgspec.Struct, frozen=True, kw_only=True):
 class EndpointStatus(RankStatus, frozen=True, kw_only=True):
     """Report of one endpoint at ``clock`` (its monotonic clock) and ``wall`` (time of day).
 
-    ``layout`` and ``traces`` are present when a ``ReportRequest`` asked for them.
+    ``traces`` are those that a ``ReportRequest`` asked for.
     """
 
     instance: Text
@@ -108,14 +108,12 @@ class EndpointStatus(RankStatus, frozen=True, kw_only=True):
     clock: float
     wall: float
     transport: Text
-    sharding: Text
-    num_ranks: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+    layout: Layout
     links: Annotated[tuple[LinkStatus, ...], Meta(max_length=MAX_LINKS)] = ()
     rooms: Annotated[tuple[RoomStatus, ...], Meta(max_length=MAX_ROOMS_SHOWN)] = ()
     slow: Annotated[tuple[RoomStatus, ...], Meta(max_length=MAX_SLOW_SHOWN)] = ()
     failures: Annotated[tuple[FailureStatus, ...], Meta(max_length=MAX_FAILURES_SHOWN)] = ()
     traces: Annotated[tuple[RoomTrace, ...], Meta(max_length=MAX_TRACES)] = ()
-    layout: Layout | None = None
 
     @property
     def name(self) -> str:
@@ -124,21 +122,19 @@ class EndpointStatus(RankStatus, frozen=True, kw_only=True):
 
 
 class ReportRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What the discovery service wants in the next report, and after how many seconds."""
+    """Which rooms' traces the next report should hold, and after how many seconds it is due."""
 
     every_s: Annotated[float, Meta(gt=0, le=3600)] = 2.0
     rooms: tuple[Text, ...] = ()
-    layout: bool = False
 
 
 class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One instance with all its ranks, including missing ones."""
+    """One instance with all its ranks. ``note`` says which of them do not report."""
 
     name: str
     role: str
     sharding: str
     transport: str
-    ready: bool
     note: str
     ranks: tuple[RankStatus, ...]
 

@@ -68,12 +68,11 @@ class StepKind(StrEnum):
 
 
 class TraceStep(msgspec.Struct, frozen=True, array_like=True):
-    """One step: it ended at ``at`` and took ``seconds``. ``heard``: it came in a peer's frame."""
+    """One step: it ended at ``at`` and took ``seconds``."""
 
     step: StepKind
     at: float
     peer: Text = ""
-    heard: bool = False
     seconds: float = 0.0
     num_bytes: int = 0
     mode: Text = ""

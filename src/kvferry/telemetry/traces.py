@@ -2,7 +2,8 @@
 
 Recording runs for every frame, so one step costs a dict look-up and an append. The buffer keeps
 all steps of open rooms, a ring of the rooms that ended last, and beside the ring the rooms that
-failed last and the slowest rooms of the last minutes. Belongs to the loop thread.
+failed last and the slowest rooms of the last minutes. Frames about a room that the engine has not
+opened here are in the peer's trace only. Belongs to the loop thread.
 """
 
 from __future__ import annotations
@@ -10,9 +11,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from heapq import nlargest
-from itertools import chain
+from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
 from time import monotonic
@@ -20,7 +19,6 @@ from typing import Any
 
 from kvferry.ids import MAX_ID, Peer, Room
 from kvferry.layout.intervals import Span
-from kvferry.plan.choose import TransferMode
 from kvferry.protocol import messages
 from kvferry.protocol.messages import Envelope, RoomMessage
 from kvferry.protocol.outcome import Failure, Outcome
@@ -50,28 +48,27 @@ MESSAGES: dict[type[RoomMessage], str] = {
 }
 WRITTEN, DONE, FAILED = StepKind.WRITTEN.value, StepKind.DONE.value, StepKind.FAILED.value
 RELEASED = StepKind.RELEASED
-COPY_MODES = {StepKind.GATHERED: str(TransferMode.STAGED), StepKind.SCATTERED: ""}
-LAST_STEPS = (DONE, FAILED, RELEASED)
 SECONDS = attrgetter("seconds")
 
-# The slowest rooms are kept per period, so that one busy second cannot displace all others.
-SLOW_S, PERIOD_S, SLOW_PER_PERIOD = 300.0, 30.0, 8
+# Slow rooms that are kept, and for how long.
+MAX_SLOW, SLOW_S = 64, 300.0
 # Entries of a step in a room's list: time, kind, peer, and the rest by kind.
 WIDTH = 4
-HALF = MAX_TRACE_EVENTS // 2 * WIDTH
+# A room's record leaves space in its trace for the first step and for ``FINISHED``.
+HALF = (MAX_TRACE_EVENTS // 2 - 1) * WIDTH
 
 
 @dataclass(slots=True, eq=False)
 class RoomRecord:
     """Steps of one attempt at a room, flat: ``WIDTH`` entries per step.
 
-    ``handle`` is set while the room is open. A record may begin earlier, with a peer's offer. The
-    end copies the handle's facts, so that the record does not keep its pages.
+    ``handle`` is set while the room is open. The end copies its facts, so that the record does
+    not keep the room's pages.
     """
 
     room: Room
-    steps: list[Any]
-    handle: ObservedRoom | None = None
+    handle: ObservedRoom | None
+    steps: list[Any] = field(default_factory=list)
     tag: RoomTag = NO_TAG
     begun: float = 0.0
     finished: float | None = None
@@ -87,11 +84,6 @@ class RoomRecord:
         """Seconds from opening to the end."""
         return self.at - self.begun
 
-    @property
-    def was_opened(self) -> bool:
-        """Whether the engine has opened the room here."""
-        return self.handle is not None or self.at < inf
-
 
 class TraceBuffer(Observer):
     """Steps of all open rooms, and of the last ended rooms up to ``max_steps`` steps in all."""
@@ -103,17 +95,16 @@ class TraceBuffer(Observer):
         self._role = role
         self._max_steps = max_steps
         self._clock = clock
-        # Unopened rooms, open rooms, and the ended rooms of the ring.
+        # Open rooms, and the ended rooms of the ring.
         self._records: dict[Room, RoomRecord] = {}
-        # Rooms that only peers have named so far, oldest first.
-        self._unopened: dict[Room, RoomRecord] = {}
         self._ring: deque[RoomRecord] = deque()
         self._num_steps = 0
-        # The slowest rooms by the period in which they ended, the slowest last.
-        self._slow: dict[float, list[RoomRecord]] = {}
+        # The slowest rooms, the slowest last.
+        self._slow: list[RoomRecord] = []
         # A room as fast as this that ends before that time is not among the slowest.
-        self._slow_limit_s, self._period_end = -inf, -inf
-        self._failed: deque[RoomRecord] = deque(maxlen=MAX_FAILURES_SHOWN)
+        self._slow_limit_s, self._slow_until = -inf, -inf
+        # The last failed rooms, the latest last.
+        self.failed: deque[RoomRecord] = deque(maxlen=MAX_FAILURES_SHOWN)
 
     # ------------------------------------------------------------ events
 
@@ -121,21 +112,13 @@ class TraceBuffer(Observer):
         """Record a peer's message about a room."""
         body = envelope.body
         if isinstance(body, RoomMessage):
-            record = self._records.get(body.room) or self._add_unopened(body.room)
-            steps = record.steps
-            steps += (self._clock(), MESSAGES[body.__class__], envelope.sender, True)
-            if len(steps) > 2 * HALF:
-                _drop_middle(record)
+            self._record(body.room, self._clock(), MESSAGES[type(body)], envelope.sender, None)
 
     def frame_out(self, peer: Peer, envelope: Envelope) -> None:
         """Record a message to a peer about a room."""
         body = envelope.body
         if isinstance(body, RoomMessage):
-            record = self._records.get(body.room) or self._add_unopened(body.room)
-            steps = record.steps
-            steps += (self._clock(), MESSAGES[body.__class__], peer, False)
-            if len(steps) > 2 * HALF:
-                _drop_middle(record)
+            self._record(body.room, self._clock(), MESSAGES[type(body)], peer, None)
 
     def step(self, room: Room, kind: StepKind, tokens: Span | None = None) -> None:
         """Record a push or a release."""
@@ -154,37 +137,21 @@ class TraceBuffer(Observer):
         self, room: Room, peer: Peer, kind: StepKind, at: float, seconds: float, num_bytes: int = 0
     ) -> None:
         """Record a gather or a scatter."""
-        self._record(room, at, kind, peer, (seconds, num_bytes, COPY_MODES[kind]))
+        self._record(room, at, kind, peer, (seconds, num_bytes, ""))
 
     def _record(self, room: Room, *step: Any) -> RoomRecord | None:
         record = self._records.get(room)
         if record is not None:
             record.steps += step
             if len(record.steps) > 2 * HALF:
-                _drop_middle(record)
-        return record
-
-    def _add_unopened(self, room: Room) -> RoomRecord:
-        """Start the record of a room that a peer names before the engine opens it here."""
-        record = self._records[room] = self._unopened[room] = RoomRecord(room, [])
-        if len(self._unopened) > self._max_steps:
-            oldest = next(iter(self._unopened))
-            del self._unopened[oldest], self._records[oldest]
+                # The step in the middle, so that a long room keeps its first and its last steps.
+                del record.steps[HALF : HALF + WIDTH]
+                record.left_out += 1
         return record
 
     def room_opened(self, room: ObservedRoom) -> None:
-        """Start a record, with the steps that peers have caused before."""
-        record = self._records.get(room.room)
-        if record is None:
-            self._records[room.room] = RoomRecord(room.room, [], room)
-        elif record.was_opened:
-            # The id is used again. Steps after the end of its last use belong to the new one.
-            kinds = enumerate(record.steps[1::WIDTH], 1)
-            after = max((i for i, kind in kinds if kind in LAST_STEPS), default=0)
-            self._records[room.room] = RoomRecord(room.room, record.steps[after * WIDTH :], room)
-        else:
-            record.handle = room
-            del self._unopened[room.room]
+        """Start a record."""
+        self._records[room.room] = RoomRecord(room.room, room)
 
     def room_ended(self, room: ObservedRoom, outcome: Outcome) -> None:
         """Record the end. A failed room joins the ring when its memory is released."""
@@ -196,12 +163,12 @@ class TraceBuffer(Observer):
         if isinstance(outcome, Failure):
             record.failure = outcome
             reason = f"{outcome.code}: {outcome.message}"[:1000].encode(errors="replace").decode()
-            record.steps += (now, FAILED, None, reason)
-            self._failed.append(record)
+            self._record(room.room, now, FAILED, None, reason)
+            self.failed.append(record)
         else:
-            record.steps += (now, DONE, None, None)
+            self._record(room.room, now, DONE, None, None)
             self._add_to_ring(record)
-        if now - room.begun > self._slow_limit_s or now >= self._period_end:
+        if record.seconds > self._slow_limit_s or now > self._slow_until:
             self._add_slow(record, now)
 
     def _add_to_ring(self, record: RoomRecord) -> None:
@@ -216,28 +183,19 @@ class TraceBuffer(Observer):
                 del self._records[oldest.room]
 
     def _add_slow(self, record: RoomRecord, now: float) -> None:
-        """Add a room to the slowest of its period, and drop old periods."""
-        period = now // PERIOD_S
-        if now >= self._period_end:
-            since = period - SLOW_S // PERIOD_S
-            self._slow = {each: rooms for each, rooms in self._slow.items() if each >= since}
-            self._slow[period], self._period_end = [], (period + 1) * PERIOD_S
-        rooms = self._slow[period]
-        insort(rooms, record, key=SECONDS)
-        del rooms[:-SLOW_PER_PERIOD]
-        self._slow_limit_s = rooms[0].seconds if len(rooms) == SLOW_PER_PERIOD else -inf
+        """Add a room to the slowest, and drop those that ended long ago."""
+        if now > self._slow_until:
+            self._slow = [one for one in self._slow if one.at >= now - SLOW_S]
+            self._slow_until = min((one.at for one in self._slow), default=now) + SLOW_S
+        insort(self._slow, record, key=SECONDS)
+        del self._slow[:-MAX_SLOW]
+        self._slow_limit_s = self._slow[0].seconds if len(self._slow) == MAX_SLOW else -inf
 
     # ------------------------------------------------------------ reading
 
     def slowest(self, now: float, num: int) -> list[RoomRecord]:
         """Return the slowest rooms of the last ``SLOW_S`` seconds, the slowest first."""
-        since = (now - SLOW_S) // PERIOD_S
-        recent = (rooms for period, rooms in self._slow.items() if period >= since)
-        return nlargest(num, chain.from_iterable(recent), key=SECONDS)
-
-    def failures(self) -> list[RoomRecord]:
-        """Return the last failed rooms, the latest last."""
-        return list(self._failed)
+        return [one for one in reversed(self._slow) if one.at >= now - SLOW_S][:num]
 
     def named(self, names: Iterable[str]) -> list[RoomTrace]:
         """Return the traces of rooms by name. "7" means the room 7 as well as the room "7"."""
@@ -248,27 +206,17 @@ class TraceBuffer(Observer):
         found = map(self._find, dict.fromkeys(rooms))
         return [self._trace(record) for record in found if record is not None]
 
-    def __len__(self) -> int:
-        """Number of rooms in the buffer, without those kept only for being slow or failed."""
-        return len(self._records)
-
     def _find(self, room: Room) -> RoomRecord | None:
-        found = self._records.get(room)
-        if found is not None and found.was_opened:
-            return found
-        kept = chain(self._failed, *self._slow.values())
-        return max((one for one in kept if one.room == room), key=attrgetter("at"), default=None)
+        kept = (one for one in (*self.failed, *self._slow) if one.room == room)
+        return self._records.get(room) or max(kept, key=attrgetter("at"), default=None)
 
     def _trace(self, record: RoomRecord) -> RoomTrace:
         facts = record.handle or record
         first = StepKind.OPENED if self._role == "source" else StepKind.ASKED
-        steps = [facts.begun, first, None, None, *record.steps]
+        steps: list[Any] = [facts.begun, first, None, None]
         if facts.finished is not None:
-            # Among the last steps, which are never dropped.
-            steps[-WIDTH:-WIDTH] = (facts.finished, StepKind.FINISHED, None, None)
-        excess = max(0, len(steps) // WIDTH - MAX_TRACE_EVENTS)
-        del steps[HALF : HALF + excess * WIDTH]
-        places = iter(steps)
+            steps += (facts.finished, StepKind.FINISHED, None, None)
+        places = iter(steps + record.steps)
         shown = [_step(*step) for step in zip(*[places] * WIDTH, strict=True)]
         return RoomTrace(
             endpoint=self._endpoint,
@@ -277,14 +225,8 @@ class TraceBuffer(Observer):
             steps=tuple(sorted(shown, key=lambda step: step.at)),
             request=facts.tag.request,
             traceparent=facts.tag.traceparent,
-            left_out=record.left_out + excess,
+            left_out=record.left_out,
         )
-
-
-def _drop_middle(record: RoomRecord) -> None:
-    """Drop the step in the middle, so that a long room keeps its first and its last steps."""
-    del record.steps[HALF : HALF + WIDTH]
-    record.left_out += 1
 
 
 def _step(at: float, kind: str, peer: Any, detail: Any) -> TraceStep:
@@ -292,12 +234,10 @@ def _step(at: float, kind: str, peer: Any, detail: Any) -> TraceStep:
     kind = StepKind(kind)
     if kind is StepKind.PUSHED:
         return TraceStep(kind, at, detail=f"tokens {detail.first} to {detail.end}")
-    if peer is None:
-        return TraceStep(kind, at, detail=detail or "")
-    if kind is StepKind.WRITTEN or kind in COPY_MODES:
+    if isinstance(detail, tuple):
         seconds, num_bytes, mode = detail
-        return TraceStep(kind, at, str(peer), False, seconds, num_bytes, str(mode))
-    return TraceStep(kind, at, str(peer), detail)
+        return TraceStep(kind, at, str(peer), seconds, num_bytes, str(mode))
+    return TraceStep(kind, at, str(peer or ""), detail=detail or "")
 
 
 def _rooms_named(name: str) -> tuple[Room, ...]:

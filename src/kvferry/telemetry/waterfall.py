@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import msgspec
 
-from kvferry.telemetry.clocks import Offset, aligned, best_reference
+from kvferry.telemetry.clocks import Offset, aligned
 from kvferry.telemetry.steps import RoomTrace, StepKind
 
 
@@ -44,24 +44,17 @@ class WaterfallBar(msgspec.Struct, frozen=True):
     begun_s: float
     ended_s: float
     peer: str = ""
-    heard: bool = False
     num_bytes: int = msgspec.field(default=0, name="bytes")
     mode: str = ""
     detail: str = ""
-
-
-class ClockError(msgspec.Struct, frozen=True):
-    """Error bound of an endpoint's times; None if its clock was never measured."""
-
-    endpoint: str
-    error_s: float | None
 
 
 class Waterfall(msgspec.Struct, frozen=True):
     """A room from its first step to its last. ``begun_at`` is the time of day, if known.
 
     ``seconds`` ends when the last target's engine was told the outcome (the source's, if no
-    target reports), and ``stages`` add up to it. ``clock`` names the endpoint whose clock is used.
+    target reports), and ``stages`` add up to it. ``clock`` names the endpoint whose clock is used;
+    ``clock_errors_s`` bounds the error of every endpoint's times, None for an unknown clock.
     """
 
     room: str
@@ -70,17 +63,12 @@ class Waterfall(msgspec.Struct, frozen=True):
     stages: dict[RoomStage, float]
     bars: tuple[WaterfallBar, ...]
     clock: str
-    clocks: tuple[ClockError, ...]
+    clock_errors_s: dict[str, float | None]
     failure: str = ""
     request: str = ""
     traceparent: str = ""
     begun_at: float | None = None
     left_out: int = 0
-
-    @property
-    def longest_stage(self) -> RoomStage:
-        """The stage that took most."""
-        return max(self.stages, key=lambda stage: self.stages[stage])
 
     @property
     def span_s(self) -> float:
@@ -101,7 +89,7 @@ def build_waterfall(
     traces = [trace for trace in traces if trace.steps]
     names = sorted(trace.endpoint for trace in traces)
     targets = [trace.endpoint for trace in traces if trace.role == "target"]
-    reference = best_reference(targets or names, offsets)
+    reference = min(targets or names)
     ahead = aligned(reference, offsets)
     # Clocks that nothing is known of count as equal.
     shifts = {name: ahead[name].seconds if name in ahead else 0.0 for name in names}
@@ -123,9 +111,7 @@ def build_waterfall(
         stages=_stages(bars, ended_s),
         bars=tuple(bars),
         clock=reference,
-        clocks=tuple(
-            ClockError(name, ahead[name].error_s if name in ahead else None) for name in names
-        ),
+        clock_errors_s={name: ahead[name].error_s if name in ahead else None for name in names},
         request=next((trace.request for trace in traces if trace.request), ""),
         traceparent=next((trace.traceparent for trace in traces if trace.traceparent), ""),
         begun_at=None if day is None else day + begun,
@@ -136,16 +122,8 @@ def build_waterfall(
 def _bars(trace: RoomTrace, begun: float) -> list[WaterfallBar]:
     return [
         WaterfallBar(
-            trace.endpoint,
-            trace.role,
-            step.step,
-            begun_s=step.begun - begun,
-            ended_s=step.at - begun,
-            peer=step.peer,
-            heard=step.heard,
-            num_bytes=step.num_bytes,
-            mode=step.mode,
-            detail=step.detail,
+            *(trace.endpoint, trace.role, step.step, step.begun - begun, step.at - begun),
+            *(step.peer, step.num_bytes, step.mode, step.detail),
         )
         for step in trace.steps
     ]

@@ -7,6 +7,7 @@ For authors of engines and transports: every pair drawn by ``pairs`` must have a
 from __future__ import annotations
 
 import itertools
+import math
 
 from hypothesis import strategies as st
 
@@ -46,7 +47,8 @@ def groups(draw: st.DrawFn, name: str, num_layers: int) -> Group:
         )
     )
     units = draw(st.sampled_from([1, 2, 3, 4, 6, 12]))
-    return Group(name, kind, tuple(sorted(layers)), units, tensors)
+    ratio = 1 if isinstance(kind, StateRow) else draw(st.sampled_from([1, 1, 1, 2, 4]))
+    return Group(name, kind, tuple(sorted(layers)), units, tensors, ratio)
 
 
 @st.composite
@@ -57,20 +59,38 @@ def specs(draw: st.DrawFn) -> CacheSpec:
     return CacheSpec(num_layers, tuple(draw(groups(name, num_layers)) for name in names))
 
 
+def _common_ratio(spec: CacheSpec) -> int:
+    return math.lcm(*(group.tokens_per_entry for group in spec.groups))
+
+
+def _fits(group: Group, tp: int, dcp: int) -> bool:
+    parts = tp if isinstance(group.kind, StateRow) else tp // dcp
+    return group.units % parts == 0 or parts % group.units == 0
+
+
 @st.composite
 def parallel(draw: st.DrawFn, spec: CacheSpec) -> Parallel:
     """A regular sharding that fits the model."""
     fits = [
-        tp
+        (tp, dcp)
         for tp in range(1, 13)
-        if all(g.units % tp == 0 or tp % g.units == 0 for g in spec.groups)
+        for dcp in (1, 2, 3, 4)
+        if tp % dcp == 0 and all(_fits(g, tp, dcp) for g in spec.groups)
     ]
     pp = draw(st.integers(1, min(3, spec.num_layers)))
     cuts = draw(st.permutations(range(1, spec.num_layers)))
     edges = [0, *sorted(cuts[: pp - 1]), spec.num_layers]
     stages = tuple(b - a for a, b in itertools.pairwise(edges))
-    tp, cp = draw(st.sampled_from(fits)), draw(st.integers(1, 3))
-    return Parallel(tp=tp, pp=pp, cp=cp, stages=draw(st.sampled_from([(), stages])))
+    tp, dcp = draw(st.sampled_from(fits))
+    return Parallel(
+        tp=tp,
+        pp=pp,
+        cp=draw(st.integers(1, 3)),
+        stages=draw(st.sampled_from([(), stages])),
+        dcp=dcp,
+        interleave=draw(st.integers(1, 5)) * _common_ratio(spec),
+        copies=draw(st.sampled_from([1, 1, 2])),
+    )
 
 
 @st.composite
@@ -95,7 +115,9 @@ def token_shares(group: Group) -> st.SearchStrategy[list[Tokens]]:
         return st.just([ALL_TOKENS])
     return st.one_of(
         st.just([ALL_TOKENS]),
-        st.integers(2, 3).map(lambda step: [Tokens(i, None, step) for i in range(step)]),
+        st.tuples(st.integers(2, 3), st.integers(1, 5)).map(
+            lambda two: [Tokens.interleaved(i, two[0], two[1]) for i in range(two[0])]
+        ),
         st.integers(1, MAX_TOKENS).map(lambda cut: [Tokens(0, cut), Tokens(cut, None)]),
     )
 
@@ -120,7 +142,7 @@ def explicit_shardings(draw: st.DrawFn, spec: CacheSpec) -> ExplicitSharding:
 def layouts(draw: st.DrawFn, spec: CacheSpec) -> Layout:
     """Any layout of that model."""
     sharding = draw(st.one_of(parallel(spec), explicit_shardings(spec)))
-    page_tokens = draw(st.sampled_from([1, 2, 3, 4, 8, 16]))
+    page_tokens = draw(st.sampled_from([1, 2, 3, 4, 8, 16])) * _common_ratio(spec)
     return Layout(spec, sharding, page_tokens=page_tokens, order=draw(st.sampled_from(Order)))
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 import numpy as np
@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from kvferry.errors import TransportError
 from kvferry.ids import Op
 from kvferry.plan.bind import Binding
-from kvferry.protocol.events import WriteFate
+from kvferry.protocol.events import WriteEnded as WriteEnded  # noqa: PLC0414 - a result of this interface
 from kvferry.regions import Device, Region
 
 # Copies a binding's bytes: (binding, addresses of source regions, of target regions).
@@ -102,14 +102,6 @@ class RemoteMemory:
     """Handle of a connected peer's memory. Its contents are private to the transport."""
 
 
-class WriteEnded(NamedTuple):
-    """Result of a write; see the module's docstring for what each ``fate`` promises."""
-
-    op: Op
-    fate: WriteFate | None
-    detail: str = ""
-
-
 class Transport(ABC):
     """Registered memory, connected peers and writes in flight."""
 
@@ -133,6 +125,8 @@ class Transport(ABC):
         self.regions: tuple[Region, ...] = ()
         # May be called from any thread.
         self.on_completion: Callable[[], None] = lambda: None
+        # The last ``poll`` stopped because of its time limit: poll again without a pause.
+        self.poll_again = False
 
     @classmethod
     @abstractmethod

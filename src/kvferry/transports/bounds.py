@@ -149,10 +149,7 @@ def _check_segments(
 def _without_empty(pieces: Pieces) -> Pieces:
     """Drop segments without pieces."""
     some = (pieces.rows > 0) & (pieces.cols > 0)
-    if some.all():
-        return pieces
-    columns = ("source", "target", "lengths", "rows", "cols")
-    return pieces._replace(**{name: getattr(pieces, name)[some] for name in columns})
+    return pieces if some.all() else pieces.select(some)
 
 
 def _touched(pieces: Pieces, offsets: Int64s, strides: Sequence[int]) -> _ByteRange | None:

@@ -366,7 +366,7 @@ def _segment_files(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _locked_leftover(path: Path) -> Iterator[bool]:
-    """Yield whether no process holds the segment's lock, and hold it meanwhile if so."""
+    """Hold the lock of a segment; yield False if another process holds it or it is gone."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:  # Removed just now, or another user's.

@@ -185,7 +185,7 @@ class ShmTransport(Transport):
         return WriteEnded(op, None)
 
     def poll(self) -> list[WriteEnded]:
-        """Return the results since the last call."""
+        """Return the results of the writes that ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
 

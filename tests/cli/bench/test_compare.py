@@ -31,11 +31,11 @@ from kvferry.errors import InputError
 from kvferry.plan import TransferMode
 from kvferry.reference.cluster.description import (
     ClusterDescription,
-    ModelFolder,
     WorkerSection,
     check,
     worker_options,
 )
+from kvferry.reference.models.find import ModelFolder
 from kvferry.reference.models.tiny import make_tiny
 
 ENOUGH_S = 240
@@ -65,8 +65,9 @@ def test_three_variants_are_measured(tmp_path: Path) -> None:
     assert (equal["prefill"], equal["decode"]) == ("TP1, page 16", "TP1, page 16")
     assert (staged["prefill"], staged["decode"]) == ("TP3, page 16", "TP1, page 16")
     for one in document["variants"]:
-        # A mode is known only if prefill has reported it in time.
-        assert set(one["modes"]) <= {one["mode"]}
+        # The warm-up's bytes count as well.
+        assert list(one["modes"]) == [one["mode"]]
+        assert one["modes"][one["mode"]] >= one["bytes"]
         assert [level["concurrency"] for level in one["levels"]] == [1, 2]
         assert all(level["requests"] == 3 and not level["failed"] for level in one["levels"])
         assert all(level["prompt_tokens"]["most"] == 64 for level in one["levels"])
@@ -106,8 +107,8 @@ def test_variants_differ_in_prefill_only() -> None:
     for one, section in zip((equal, slices, staged), sections, strict=True):
         prefill, decode = one.cluster.workers()
         model = ModelFolder(Path("x"), "m")
-        told = [worker_options(one.cluster, w, model, None)["endpoint"] for w in (prefill, decode)]
-        assert told == [{"mode": str(section.mode)}, {"mode": None}]
+        told = [worker_options(one.cluster, w, model, None) for w in (prefill, decode)]
+        assert [options.endpoint.mode for options in told] == [section.mode, None]
 
 
 def test_mapped_memory_has_two_variants() -> None:
@@ -158,20 +159,18 @@ def test_a_cluster_that_does_not_start_is_a_result(tmp_path: Path) -> None:
 def outcomes() -> list[VariantResult]:
     """Return results of a success, a partial failure, and a failed start."""
     equal, slices, staged = variants_of(CLUSTER, LOAD, can_stage=True)
-    fields: dict[str, Any] = {"finish": "length", "ttft_s": 0.5, "total_s": 2.0}
+    fields: dict[str, Any] = {"finish": "length", "total_s": 2.0}
     good = LoadReply(stamps=[0.5, 2.0], tokens=[1, 2, 3], **fields)
-    good.report = {"bytes": 2048, "mode": "runs"}
-    untold = LoadReply(stamps=[0.5, 2.0], tokens=[1, 2, 3], **fields)
-    untold.report = {"bytes": 2048}
+    good.report = {"bytes": 2048}
     lost = LoadReply(error="the cache did not come")
     sweeps = [
-        Sweep(model="m", form="token ids", levels=[summarise(1, [good, untold])]),
+        Sweep(model="m", form="token ids", levels=[summarise(1, [good, good])]),
         Sweep(model="m", form="token ids", levels=[summarise(1, [good, lost])]),
     ]
     return [
-        VariantResult(equal, sweeps[0], None, 1.0),
-        VariantResult(slices, sweeps[1], sweeps[1].failure, 1.0),
-        VariantResult(staged, None, "prefill-0 did not start", 1.0),
+        VariantResult(equal, sweeps[0], None, 1.0, {"runs": 4096}),
+        VariantResult(slices, sweeps[1], sweeps[1].failure, 1.0, {"slices": 2048}),
+        VariantResult(staged, None, "prefill-0 did not start", 1.0, {}),
     ]
 
 
@@ -185,15 +184,18 @@ def test_failures_are_in_the_document() -> None:
     document = as_document(outcomes(), ModelFolder(Path("x"), "m"), LOAD, None)
     assert [bool(one["error"]) for one in document["variants"]] == [False, True, True]
     assert [one["bytes"] for one in document["variants"]] == [4096, 2048, 0]
-    assert [one["modes"] for one in document["variants"]] == [{"runs": 1}, {"runs": 1}, {}]
+    assert [one["modes"] for one in document["variants"]] == [
+        {"runs": 4096},
+        {"slices": 2048},
+        {},
+    ]
     assert document["variants"][2]["levels"] == []
 
 
 def test_failures_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     show(outcomes(), LOAD, NO_STAGING.format("shm"))
     out = capsys.readouterr().out
-    assert "equal TP: TP1, page 32 → TP1, page 32; 4.00 KiB in all; requests: 1 by runs" in out
-    assert "1 by an unknown mode" in out
+    assert "equal TP: TP1, page 32 → TP1, page 32; carried: 4.00 KiB as runs" in out
     assert "different TP, staged: TP3, page 16 → TP1, page 32: failed" in out
     assert "nothing to stage" in out
     assert "…" not in out

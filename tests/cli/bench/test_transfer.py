@@ -61,6 +61,42 @@ def test_a_transfer_is_measured_and_verified(
     assert (report["transport"], report["chosen"]) == (asked, asked if asked != "auto" else "shm")
 
 
+def test_contiguous_pages_go_in_one_piece_for_each_layer_and_tensor(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = "--transport nixl --prefill tp=1 --decode tp=1 --mode runs --repeat 2 --json"
+    pieces = {}
+    for pages in ("fragmented", "contiguous"):
+        done = bench(capsys, f"transfer {SHAPE} {words} --pages {pages}")
+        assert done.status == 0, done.err
+        assert (done.document["verified"], done.document["pages"]) == (True, pages)
+        pieces[pages] = done.document["pieces"]
+    assert pieces["contiguous"] == 2 * 2 < pieces["fragmented"]
+
+
+def test_the_timeline_has_the_last_room_at_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--transport nixl --prefill tp=2 --decode tp=1 --mode staged --repeat 2 --timeline"
+    done = bench(capsys, f"transfer {SHAPE} {words} --json")
+    assert done.status == 0, done.err
+    steps = done.document["timeline"]
+    times = [step["ms"] for step in steps]
+    assert times == sorted(times)
+    at = {(step["rank"], step["step"], step.get("peer", "")): step["ms"] for step in steps}
+    for rank in ("prefill/0", "prefill/1"):
+        # The first push is at 0, and the bytes go from there to the pages.
+        way = [
+            at[rank, "gathered", "decode/0"],
+            at[rank, "written", "decode/0"],
+            at["decode/0", "arrived", rank],
+            at["decode/0", "scattered", rank],
+            at["decode/0", "done", ""],
+        ]
+        assert way == sorted(way)
+        assert way[0] > 0
+    done = bench(capsys, f"transfer {SHAPE} {words}")
+    assert any(line.split()[1:] == ["decode/0", "done"] for line in done.out.splitlines()[-40:])
+
+
 def test_a_mode_that_is_not_possible_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     done = bench(capsys, f"transfer {SHAPE} --prefill tp=1 --decode tp=2 --mode runs")
     assert done.status == 2

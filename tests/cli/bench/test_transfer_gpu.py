@@ -66,6 +66,23 @@ def test_a_case_is_a_line(script: ModuleType, capsys: pytest.CaptureFixture[str]
     assert (line["case"], line["asked"], line["chosen"]) == ("auto 4-1", "auto", "shm")
     assert (line["good"], line["repeats"], line["bytes"]) == (True, 2, 2 * 2 * 96 * 4 * 16 * 2)
     assert line["within_bar"] is (line["median_ms"] <= 3.0)
+    assert line["pages"] == "fragmented"
+
+
+def test_pages_can_be_contiguous(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*SMALL.split(), "--only", "equal-runs", "--pages", "contiguous"]
+    assert script.main(words) == 0
+    (line,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (line["good"], line["pages"], line["mode"]) == (True, "contiguous", "runs")
+    # A piece for each of two layers of K and V.
+    assert line["pieces"] == 4
+
+
+def test_a_line_can_have_a_timeline(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert script.main([*SMALL.split(), "--only", "auto 4-1", "--timeline"]) == 0
+    (line,) = map(json.loads, capsys.readouterr().out.splitlines())
+    ranks = {step[1] for step in line["timeline"] if step[2] == "written"}
+    assert ranks == {f"prefill/{rank}" for rank in range(4)}
 
 
 def test_a_case_that_fails_is_a_line_too(script: ModuleType) -> None:

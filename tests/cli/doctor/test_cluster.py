@@ -106,7 +106,7 @@ def test_staging_is_shown_if_the_plan_uses_it() -> None:
     staged = told(f"--prefill tp=4 --decode tp=1 {SHAPE}", transport="nixl")
     assert "64.0 MiB for each endpoint are 4 slots of 16.0 MiB" in staged["staging"]
     on_gpu = told(f"--prefill tp=4 --decode tp=1 {SHAPE}", transport="nixl", device="cuda")
-    assert "64.0 MiB for each endpoint are 3 slots of 21.3 MiB" in on_gpu["staging"]
+    assert "128 MiB for each endpoint are 2 slots of 64.0 MiB" in on_gpu["staging"]
     equal = told(f"--prefill tp=2 --decode tp=2 {SHAPE}", transport="nixl")
     assert "not used here; staging_bytes=0" in equal["staging"]
     mapped = told(f"--prefill tp=4 --decode tp=1 {SHAPE}")

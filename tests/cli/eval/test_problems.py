@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from decimal import Decimal
 from pathlib import Path
 
@@ -10,13 +9,12 @@ import pytest
 
 from kvferry.cli.eval.problems import (
     INSTRUCTION,
-    MAX_BYTES,
     Problem,
     chat_messages,
     completion_text,
     make_quiz,
+    prompt_of,
     read_problems,
-    request_body,
 )
 from kvferry.errors import InputError
 
@@ -54,16 +52,15 @@ def test_empty_lines_other_fields_and_carriage_returns(tmp_path: Path) -> None:
     [
         ("", "is empty; give a file with a line"),
         ("\n\n", "is empty"),
-        (f"{GOOD}\nquestion,answer\n", r"line 2 of .* is not JSON"),
-        (f"{GOOD}\n\n{GOOD[:-5]}", r"line 3 of .* is not JSON"),
+        (f"{GOOD}\nquestion,answer\n", r"line 2 of .* is not a problem"),
+        (f"{GOOD}\n\n{GOOD[:-5]}", r"line 3 of .* is not a problem"),
         ("[\n{}]", r"line 1 of .* is not"),
         ("[1]", r"line 1 of .* is not a problem .*array"),
         ('{"question": "q"}', r"line 1 of .* is not a problem .*`answer`"),
         ('{"answer": "#### 1"}', r"line 1 of .* is not a problem .*`question`"),
         ('{"question": 1, "answer": "#### 1"}', r"line 1 of .* is not a problem .*\$.question"),
-        ('{"question": " ", "answer": "#### 1"}', r"line 1 of .* has an empty question"),
         (f'{GOOD}\n{{"question": "q", "answer": "42"}}', r"line 2 of .* does not end in '#### '"),
-        (b'{"question": "\xff", "answer": "#### 1"}', r"line 1 of .* is not JSON"),
+        (b'{"question": "\xff", "answer": "#### 1"}', r"cannot read .* codec"),
         ("[" * 100_000, r"line 1 of .* is not"),
     ],
 )
@@ -76,21 +73,13 @@ def test_a_malformed_data_set_is_refused(
         read_problems(str(path))
 
 
-def test_only_regular_files_are_read(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cannot read .*No such file or directory; check"):
         read_problems(str(tmp_path / "x"))
-    with pytest.raises(InputError, match="is not a file"):
+    with pytest.raises(InputError, match="Is a directory"):
         read_problems(str(tmp_path))
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(InputError, match="is not a file"):
-        read_problems(str(tmp_path / "pipe"))
     with pytest.raises(InputError, match="cannot read"):
         read_problems("a\0b")
-    large = tmp_path / "large"
-    with large.open("wb") as file:
-        file.truncate(MAX_BYTES + 1)
-    with pytest.raises(InputError, match="is above 64 MiB"):
-        read_problems(str(large))
 
 
 # ---------------------------------------------------------------- shots and questions
@@ -114,15 +103,13 @@ def test_shots_from_another_file_leave_every_question() -> None:
 
 def test_too_many_shots_or_questions_are_refused() -> None:
     problems = some(10)
-    with pytest.raises(
-        InputError, match=r"--num 8 is more than the 7 .* behind its 3 shots; lower"
-    ):
+    with pytest.raises(InputError, match=r"--num 8 is more than the 7 .* without the shots; lower"):
         make_quiz(problems, num_shots=3, num=8)
-    with pytest.raises(InputError, match="--num 11 is more than the 10 questions that --data has;"):
+    with pytest.raises(InputError, match="--num 11 is more than the 10 questions"):
         make_quiz(problems, num_shots=2, num=11, train=some(2, first=50))
-    with pytest.raises(InputError, match="10 shots and a question to ask need more than the 10 "):
+    with pytest.raises(InputError, match="10 shots and a question to ask are more than the 10 "):
         make_quiz(problems, num_shots=10)
-    with pytest.raises(InputError, match="3 shots need more than the 2 problems that --train has"):
+    with pytest.raises(InputError, match=r"3 shots .* more than the 2 problems of --train"):
         make_quiz(problems, num_shots=3, train=some(2, first=50))
 
 
@@ -160,16 +147,7 @@ def test_a_chat_prompt() -> None:
     ]
 
 
-def test_bodies_have_only_standard_fields() -> None:
-    common = {
-        "model": "m",
-        "max_tokens": 9,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    body = request_body(SHOTS, "q", chat=False, model="m", max_tokens=9)
+def test_prompts_are_fields_of_a_request() -> None:
     text = completion_text(SHOTS, "q")
-    assert body == common | {"prompt": text, "stop": ["Question:"]}
-    body = request_body(SHOTS, "q", chat=True, model="m", max_tokens=9)
-    assert body == common | {"messages": chat_messages(SHOTS, "q")}
+    assert prompt_of(SHOTS, "q", chat=False) == {"prompt": text, "stop": ["Question:"]}
+    assert prompt_of(SHOTS, "q", chat=True) == {"messages": chat_messages(SHOTS, "q")}

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvferry.cli.eval.problems import Problem
-from kvferry.cli.eval.results import QuestionOutcome, SharedReason, judge, tally
+from kvferry.cli.eval.results import QuestionOutcome, judge, tally
 from kvferry.cli.load.client import LoadReply
 
 
@@ -31,7 +31,9 @@ def test_a_reply_is_right_wrong_or_failed() -> None:
 
 
 def test_a_line_of_the_log() -> None:
-    told = outcome(3, "so #### 1,000", ttft_s=0.5, report={"room": 1}, usage={"prompt_tokens": 4})
+    told = outcome(
+        3, "so #### 1,000", stamps=[0.5, 0.9], report={"room": 1}, usage={"prompt_tokens": 4}
+    )
     assert json.loads(msgspec.json.encode(told)) == {
         "line": 3,
         "right": False,
@@ -42,7 +44,7 @@ def test_a_line_of_the_log() -> None:
         "finish": "stop",
         "error": "",
         "prompt_tokens": 4,
-        "output_tokens": 0,
+        "output_tokens": 2,
         "ttft_s": 0.5,
         "total_s": 1.0,
         "kvferry": {"room": 1},
@@ -64,7 +66,7 @@ def test_failures_are_counted_separately() -> None:
     assert totals.score == 0.5
     assert totals.standard_error == pytest.approx(math.sqrt(0.25 / 4))
     assert (totals.no_number, totals.cut) == (1, 1)
-    assert totals.failures == (SharedReason("full", (5, 9)), SharedReason("gone", (4,)))
+    assert totals.failures == {"full": [9, 5], "gone": [4]}
     assert (totals.output_tokens, totals.output_tokens_per_s) == (40, 20.0)
     assert totals.latency_s is not None
     assert totals.latency_s.p50 == 1.0

@@ -39,9 +39,18 @@ def served(post: Handler, models: Handler | None = None) -> Iterator[str]:
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         run(runner.cleanup())
+        run(cancel_others())
         here.call_soon_threadsafe(here.stop)
         thread.join(PATIENCE_S)
         here.close()
+
+
+async def cancel_others() -> None:
+    """End what still runs, such as the acceptance of a connection that came at the end."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 async def one_model(_: web.Request) -> web.Response:

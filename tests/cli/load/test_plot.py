@@ -18,7 +18,7 @@ MAGIC = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
 
 
 def series(name: str, *levels: int) -> Series:
-    reply = LoadReply(ttft_s=0.1, total_s=1.0, stamps=[0.1, 1.0], tokens=[1] * 5, finish="length")
+    reply = LoadReply(total_s=1.0, stamps=[0.1, 1.0], tokens=[1] * 5, finish="length")
     return Series(name, [summarise(n, [reply]) for n in levels])
 
 

@@ -197,7 +197,7 @@ def test_a_hanging_request_ends_at_its_deadline() -> None:
     class Slow(Endpoint):
         async def __call__(self, request: web.Request) -> web.StreamResponse:
             if self.bodies:
-                await asyncio.sleep(30)
+                await asyncio.Event().wait()
             return await super().__call__(request)
 
     with served(Slow()) as url:

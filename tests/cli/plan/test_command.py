@@ -22,7 +22,7 @@ CONFIGS = Path(__file__).parents[2] / "data" / "configs"
 PAGE = (Path(__file__).parents[3] / "docs" / "planning.md").read_text(encoding="utf-8")
 # A command, and its output in the same block or in the next one.
 SHOWN = re.findall(
-    r"```console\n\$ kvferry (plan .*?)\n(?:\.\.\.|```\n\n```)\n(.*?)```", PAGE, re.DOTALL
+    r"```console\n\$ kvferry (plan [^`]*?)\n(?:\.\.\.|```\n\n```)\n(.*?)```", PAGE, re.DOTALL
 )
 
 
@@ -36,8 +36,8 @@ def test_docs_show_what_is_printed(
     assert printed[-len(shown) :] == shown
 
 
-def test_docs_show_two_commands() -> None:
-    assert len(SHOWN) == 2
+def test_docs_show_three_commands() -> None:
+    assert len(SHOWN) == 3
 
 
 # ---------------------------------------------------------------- the document
@@ -58,7 +58,7 @@ def test_document_has_all_keys(capsys: pytest.CaptureFixture[str]) -> None:
         "units": [2, 4],
         "source_unit": 0,
         "target_unit": 2,
-        "tokens": [0, 8192, 1],
+        "tokens": {"first": 0, "end": 8192, "period": 1, "runs": [[0, 1]]},
         "bytes": 0,
         "pieces": 0,
         "mode": "",
@@ -93,10 +93,36 @@ def test_layer_time_gives_layers_per_push(capsys: pytest.CaptureFixture[str]) ->
     assert f"layers per push: {slow['layers']}, because sending" in capsys.readouterr().out
 
 
-def test_tokens_show_prefix_and_stride(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokens_show_prefix_and_turns(capsys: pytest.CaptureFixture[str]) -> None:
     got = document(capsys, f"--prefill cp=2 --decode prefix=7 {SHAPE} --tokens 20")
-    assert [move["tokens"] for move in got["moves"]] == [[8, 19, 2], [7, 20, 2]]
+    assert [move["tokens"] for move in got["moves"]] == [
+        {"first": 8, "end": 19, "period": 2, "runs": [[0, 1]]},
+        {"first": 7, "end": 20, "period": 2, "runs": [[1, 2]]},
+    ]
     assert got["bytes"] == 13 * 64 * 8 * 512
+
+
+def test_interleave_of_a_side(capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"--prefill cp=8,interleave=64 --decode tp=2 {SHAPE} --tokens 1000"
+    got = document(capsys, words)
+    assert got["prefill"] == "TP1·CP8·interleave 64, page 16, NHD"
+    first = next(move["tokens"] for move in got["moves"] if move["source"] == 1)
+    assert first == {"first": 64, "end": 640, "period": 512, "runs": [[64, 128]]}
+    assert got["bytes"] == 1000 * 64 * 8 * 512
+    _, out, _ = plan(capsys, words)
+    assert "64-639, 64 of 512" in out
+    assert "CP8·interleave 64" in out
+
+
+@pytest.mark.parametrize(
+    ("side", "says"),
+    [("tp=8,interleave=64", "add cp or dcp"), ("tp=4,dcp=3", "must divide"), ("dcp=0", "dcp")],
+)
+def test_interleaves_without_meaning_are_refused(
+    capsys: pytest.CaptureFixture[str], side: str, says: str
+) -> None:
+    status, _, error = plan(capsys, f"--prefill {side} --decode tp=2 {SHAPE} --tokens 10")
+    assert (status, says in error) == (2, True)
 
 
 def test_fully_cached_request_moves_nothing(
@@ -112,10 +138,28 @@ def test_fully_cached_request_moves_nothing(
 
 @pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("*.json")))
 def test_every_model_config_can_be_planned(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    words = f"--model {CONFIGS / name} --tokens 300 --prefill page=64 --decode pp=2,page=16"
+    # Pages must hold whole entries of DeepSeek V4, of which some stand for 128 tokens.
+    pages = "page=256", "pp=2,page=128" if "v4" in name else "pp=2,page=16"
+    words = f"--model {CONFIGS / name} --tokens 300 --prefill {pages[0]} --decode {pages[1]}"
     got = document(capsys, words)
     assert got["bytes"] > 0
     assert {move["target"] for move in got["moves"]} == {0, 1}
+
+
+def test_packed_latents_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"--model {CONFIGS / 'deepseek-v3.2.json'} --tokens 1000 --prefill tp=8 --decode tp=2"
+    assert document(capsys, f"{words} --dtype fp8_ds_mla")["bytes"] == 2 * 61 * (656 + 132) * 1000
+    status, out, error = plan(capsys, f"{words},dtype=fp8_ds_mla")
+    assert status == 3
+    assert "one KV-cache dtype" in " ".join((out + error).split())
+    status, _, error = plan(capsys, f"--prefill tp=1 --decode tp=1 {SHAPE} --dtype fp8_ds_mla")
+    assert (status, "use fp8" in error) == (2, True)
+
+
+def test_page_must_hold_whole_entries(capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"--model {CONFIGS / 'deepseek-v4-flash.json'} --prefill page=16 --decode page=128"
+    status, _, error = plan(capsys, words)
+    assert (status, "does not hold whole entries" in error) == (2, True)
 
 
 def test_model_may_be_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def settings_of(
     transport: Transport,
     *,
     discovery: str | None,
-    waiting_s: float = ENOUGH_S,
+    deadline_s: float = ENOUGH_S,
 ) -> RankSettings:
     """A rank's, with nothing staged."""
     return RankSettings(
@@ -82,9 +82,7 @@ def settings_of(
         model="m",
         dtype="float32",
         transport=transport,
-        bootstrap_s=ENOUGH_S,
-        waiting_s=waiting_s,
-        config=EndpointConfig(staging_bytes=0),
+        config=EndpointConfig(staging_bytes=0, deadline_s=deadline_s),
         discovery=discovery,
     )
 

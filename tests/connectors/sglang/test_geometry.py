@@ -69,6 +69,27 @@ def test_heads_are_sharded_like_sglang(
     assert [head_span(heads, tp, rank) for rank in range(tp)] == [Span(*span) for span in spans]
 
 
+@pytest.mark.parametrize("tp_rank", range(8))
+def test_ranks_that_share_tokens_have_equal_heads_and_some_of_the_pages(tp_rank: int) -> None:
+    """SGLang lists pages of all ranks that take turns: here four, of 4 heads over two groups."""
+    shared = cache(tp=8, tp_rank=tp_rank, total=4, share=2, padded_for=1)
+    shared = replace(shared, position=replace(shared.position, dcp=4))
+    layout = layout_of(shared)
+    assert layout.sharding == Parallel(tp=8, dcp=4, stages=(LAYERS,))
+    (held,) = layout.rank_shards(tp_rank)
+    assert held.units == (Span(0, 2) if tp_rank < 4 else Span(2, 4))
+    assert memory_of(shared).map.of("kv", "k").token_stride == 2 * 8 * 4
+    listed = [7, 3, 9]
+    assert shared.listed_page_tokens == 64
+    for first in (0, 64, 128):
+        for end in range(first + 1, 193):
+            pages = listed[first // 64 : -(-end // 64)]
+            mine = [token // 64 for token in range(first, end) if token % 4 == tp_rank % 4]
+            assert shared.own_pages(pages, first, end) == [
+                page for place, page in enumerate(listed) if place in mine
+            ]
+
+
 def test_regular_sharding_needs_no_explicit_list() -> None:
     assert layout_of(cache(tp=3)).sharding == Parallel(tp=3, stages=(LAYERS,))
     assert isinstance(layout_of(cache(tp=2)).sharding, ExplicitSharding)

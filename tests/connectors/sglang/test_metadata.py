@@ -9,7 +9,7 @@ import pytest
 from kvferry import InputError
 from kvferry.connectors.sglang.metadata import MetadataRows, RowShape, decoded, encoded
 from kvferry.reference.engine.requests import Sample
-from kvferry.reference.transfer.messages import FirstTokenNote, encode
+from kvferry.reference.transfer.extensions import FirstTokenNote, encode
 
 SHAPE = RowShape((64, 16, 64), room=2)
 ROOM = (1 << 62) + 7

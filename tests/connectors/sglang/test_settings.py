@@ -4,42 +4,63 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
-from msgspec.structs import replace
 
 from kvferry import InputError
-from kvferry.connectors.liveness import LIVENESS, LIVENESS_SETTINGS
-from kvferry.connectors.sglang.settings import liveness_in, transport_in
+from kvferry.connectors.settings import LIVENESS
+from kvferry.connectors.sglang.settings import ServerSettings, read_settings, variable_of
+
+ALL = {
+    "KVFERRY_KEY_FILE": "/etc/kvferry.key",
+    "KVFERRY_HOST": "10.0.0.1",
+    "KVFERRY_TRANSPORT": "mooncake",
+    "KVFERRY_MODEL": "m",
+    "KVFERRY_DEADLINE_S": "90",
+    "KVFERRY_SILENCE_S": "30.5",
+    "KVFERRY_UNRESPONSIVE_S": "70",
+    "KVFERRY_STAGING_BYTES": "16777216",
+    "KVFERRY_OPTIONS": '{"backend": "UCX"}',
+}
 
 
-def test_the_environment_names_the_transport() -> None:
-    assert transport_in({}) == "auto"
-    assert transport_in({"KVFERRY_TRANSPORT": "mooncake"}) == "mooncake"
+def test_an_empty_environment_sets_nothing() -> None:
+    assert read_settings({}) == read_settings({"KVFERRY_SILENCE_S": ""}) == ServerSettings()
+    config = ServerSettings().endpoint_config(host="h", deadline_s=300)
+    assert (config.host, config.deadline_s, config.protocol) == ("h", 300, LIVENESS)
 
 
-def test_the_environment_sets_liveness_timeouts() -> None:
-    assert liveness_in({}) == liveness_in({"KVFERRY_SILENCE_S": ""}) == LIVENESS
-    assert LIVENESS.silence_s == 20
-    given = {name: 30.0 + index for index, name in enumerate(LIVENESS_SETTINGS)}
-    said = {f"KVFERRY_{name.upper()}": str(seconds) for name, seconds in given.items()}
-    assert liveness_in(said) == replace(LIVENESS, **given)
+def test_each_setting_has_a_variable() -> None:
+    fields = {field.name for field in msgspec.structs.fields(ServerSettings)}
+    assert {variable_of(name) for name in fields} == set(ALL)
+    settings = read_settings(ALL)
+    unset = ServerSettings()
+    assert [name for name in fields if getattr(settings, name) == getattr(unset, name)] == []
+    config = settings.endpoint_config(host="h", deadline_s=300)
+    assert (config.host, config.deadline_s, config.staging_bytes) == ("10.0.0.1", 90, 16 << 20)
+    assert (config.protocol.silence_s, config.protocol.unresponsive_s) == (30.5, 70)
+    assert config.options == {"backend": "UCX"}
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("name", "said", "why"),
     [
-        ("long", "could not convert"),
-        ("0", "must be above 0 and finite"),
-        ("nan", "must be above 0 and finite"),
-        ("1.5", "must be at least twice heartbeat_s"),
+        ("KVFERRY_SILENCE_S", "long", "Expected `float`, got `str`; correct it or unset it"),
+        ("KVFERRY_SILENCE_S", "0", "must be above 0 and finite"),
+        ("KVFERRY_SILENCE_S", "1.5", "must be at least twice heartbeat_s"),
+        ("KVFERRY_DEADLINE_S", "-1", "> 0.0; correct it or unset it"),
+        ("KVFERRY_DEADLINE_S", "inf", "must be above 0 and finite"),
+        ("KVFERRY_STAGING_BYTES", "64M", "correct it or unset it"),
+        ("KVFERRY_STAGING_BYTES", "-1", ">= 0; correct it or unset it"),
+        ("KVFERRY_OPTIONS", "UCX", "malformed.*; correct it or unset it"),
+        ("KVFERRY_OPTIONS", '{"a": 1}', "Expected `str`, got `int`"),
     ],
 )
-def test_a_bad_timeout_is_rejected_with_a_remedy(said: str, why: str) -> None:
-    remedy = f"KVFERRY_SILENCE_S must be a number of seconds, such as 20, not {said!r}"
-    with pytest.raises(InputError, match=f"{remedy}: .*{why}"):
-        liveness_in({"KVFERRY_SILENCE_S": said})
+def test_a_bad_value_is_rejected_with_a_remedy(name: str, said: str, why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        read_settings({name: said})
 
 
-def test_docs_list_every_timeout() -> None:
+def test_docs_list_every_setting() -> None:
     page = (Path(__file__).parents[3] / "docs" / "connectors" / "sglang.md").read_text()
-    assert [name for name in LIVENESS_SETTINGS if f"`KVFERRY_{name.upper()}`" not in page] == []
+    assert [name for name in ALL if f"`{name}`" not in page] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from connectors.sglang.schedulers import (
 )
 from numpy.typing import NDArray
 
-from kvferry import DiscoveryServer, Status, make_transport
+from kvferry import DiscoveryServer, KvferryError, Status, TransferMode, make_transport
 from kvferry.connectors.sglang.geometry import head_span
 from kvferry.connectors.sglang.instances import Replica
 from kvferry.connectors.sglang.managers import DecodeManager, PrefillManager, RoomFailed
@@ -45,7 +46,7 @@ class Rank:
         self.pools = [new_pool(self.transport, *shape) for _ in range(2 * LAYERS)]
         self.rows = SchedulerRows()
 
-    def settings(self, replica: Replica, discovery: str | None, waiting_s: float) -> RankSettings:
+    def settings(self, replica: Replica, discovery: str | None, deadline_s: float) -> RankSettings:
         layers = tuple(range(LAYERS))
         cache = SglangCache(
             num_layers=LAYERS,
@@ -61,7 +62,7 @@ class Rank:
             replica,
             self.transport,
             discovery=discovery,
-            waiting_s=waiting_s,
+            deadline_s=deadline_s,
         )
 
     def compute(self, pages: list[int], num_tokens: int, seed: int) -> None:
@@ -94,8 +95,8 @@ def said(seed: int, buffer: int, token: int, head: int) -> NDArray[np.float32]:
 class Pair:
     """A prefill server and decode servers, in one process."""
 
-    def __init__(self, stack: ExitStack, *, heads: int, waiting_s: float) -> None:
-        self._stack, self._heads, self._waiting_s = stack, heads, waiting_s
+    def __init__(self, stack: ExitStack, *, heads: int, deadline_s: float) -> None:
+        self._stack, self._heads, self._deadline_s = stack, heads, deadline_s
         server = stack.enter_context(DiscoveryServer())
         self.url = server.url
         self.address = server.url.removeprefix("http://")
@@ -115,15 +116,15 @@ class Pair:
         self, kind: Any, replica: Replica, tp: int, rank: int, page: int, url: str | None
     ) -> tuple[Rank, Any]:
         one = Rank(tp=tp, tp_rank=rank, heads=self._heads, page=page)
-        manager = kind(SimpleNamespace(), one.settings(replica, url, self._waiting_s))
+        manager = kind(SimpleNamespace(), one.settings(replica, url, self._deadline_s))
         self._stack.callback(manager.endpoint.close)
         return one, manager
 
 
 @contextmanager
-def pair(*, heads: int = 4, waiting_s: float = ENOUGH_S) -> Iterator[Pair]:
+def pair(*, heads: int = 4, deadline_s: float = ENOUGH_S) -> Iterator[Pair]:
     with ExitStack() as stack:
-        yield Pair(stack, heads=heads, waiting_s=waiting_s)
+        yield Pair(stack, heads=heads, deadline_s=deadline_s)
 
 
 def receivers(
@@ -299,7 +300,7 @@ def test_a_rank_fails_with_the_other_ranks() -> None:
 
 
 def test_deadline_ends_a_room_without_prefill() -> None:
-    with pair(waiting_s=0.2) as both:
+    with pair(deadline_s=0.2) as both:
         both.prefill(1, 4)
         decode = both.decode(1, 4)
         (into,) = receivers(both, decode, 5, request(4))
@@ -323,6 +324,31 @@ def test_room_selects_the_replica() -> None:
         with pytest.raises(RoomFailed, match="replica 0 of 2, and this is 1"):
             wrong.failure_exception()
         assert RoomSender(two, "", 4, req_has_disagg_prefill_dp_rank=True).poll() != Status.FAILED
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["contiguous", "fragmented"])
+def test_a_chunk_is_one_write_of_whole_pages(step: int) -> None:
+    num_pages, page, num_chunks = 8, 4, 2
+    with pair() as both:
+        ((source, sending),), ((target, receiving),) = both.prefill(1, page), both.decode(1, page)
+        pages = list(range(0, step * num_pages, step))
+        (into,) = receivers(both, [(target, receiving)], 5, request(num_pages * page))
+        into.send_metadata(np.array(pages, np.int32), 0, [])
+        (out,) = senders([(source, sending)], 5, request(num_pages * page), num_pages)
+        until(lambda: out.poll() == Status.WAITING)
+        source.compute(pages, num_pages * page, seed=1)
+        source.rows.rooms[1, 0] = 5
+        half = num_pages // num_chunks
+        for chunk in (pages[:half], pages[half:]):
+            last: list[Any] | None = [] if chunk[-1] == pages[-1] else None
+            out.send(np.array(chunk, np.int32), last, num_kv_tokens=half * page)
+        until(lambda: agreed([into, out]) == Status.DONE)
+        assert np.array_equal(
+            target.found(pages, num_pages * page), source.wanted(num_pages * page, 1)
+        )
+        modes = sending.endpoint.stats.modes
+        assert modes[TransferMode.RUNS].writes == num_chunks
+        assert sum(mode.writes for mode in modes.values()) == num_chunks
 
 
 @pytest.mark.parametrize("room", [0, None])
@@ -353,3 +379,46 @@ def test_an_open_room_is_not_opened_twice() -> None:
         ((_, manager),) = both.prefill(1, 4)
         first, second = RoomSender(manager, "", 5), RoomSender(manager, "", 5)
         assert (first.poll(), second.poll()) == (Status.CONNECTING, Status.FAILED)
+
+
+def test_two_ranks_swap_their_roles_several_times() -> None:
+    """SGLang keeps the pools, and makes a manager of the other role for them."""
+
+    def settings(rank: Rank, name: str, discovery: str | None) -> RankSettings:
+        return replace(rank.settings(Replica(name, 0, 1), discovery, ENOUGH_S), transport="nixl")
+
+    with pair() as both:
+        ranks = [Rank(tp=1, tp_rank=0, heads=4, page=4) for _ in range(2)]
+        pages, num_tokens = [3, 1, 2], 10
+        for turn in range(4):
+            source, target = ranks[turn % 2], ranks[1 - turn % 2]
+            prefill_name, decode_name = f"server-{turn % 2}", f"decode-server-{1 - turn % 2}"
+            sending = PrefillManager(SimpleNamespace(), settings(source, prefill_name, both.url))
+            receiving = DecodeManager(SimpleNamespace(), settings(target, decode_name, None))
+            until(lambda manager=receiving: manager.try_ensure_parallel_info(both.address))
+            (into,) = receivers(both, [(target, receiving)], 7, request(num_tokens, turn))
+            into.send_metadata(pages, 0, [])
+            (out,) = senders([(source, sending)], 7, request(num_tokens, turn), len(pages))
+            source.compute(pages, num_tokens, turn)
+            source.rows.rooms[1, 0] = 7
+            out.send(pages, [], num_kv_tokens=num_tokens)
+            until(lambda ends=(into, out): agreed(ends) == Status.DONE)
+            expected = source.wanted(num_tokens, turn)
+            assert np.array_equal(target.found(pages, num_tokens), expected)
+            into.clear()
+            sending.teardown()
+            receiving.teardown()
+            assert receiving.prefill_info_table.get(both.address) is None
+
+
+def test_a_role_switch_fails_if_a_peer_may_still_use_the_pools() -> None:
+    class UnprovenEndpoint:
+        def close(self) -> bool:
+            return False
+
+    with pair() as both:
+        ((_, manager),) = both.prefill(1, 4)
+        manager.close()
+        manager.endpoint = UnprovenEndpoint()
+        with pytest.raises(KvferryError, match=r"sglang/here/dp0of1 may still .* restart"):
+            manager.teardown()

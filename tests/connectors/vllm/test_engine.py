@@ -9,7 +9,12 @@ import pytest
 
 from kvferry import InputError
 from kvferry.connectors.vllm.caches import BlockGroup
-from kvferry.connectors.vllm.engine import block_groups, check_parallelism, replica_index
+from kvferry.connectors.vllm.engine import (
+    block_groups,
+    num_left_to_decode,
+    replica_index,
+    shared_block_tokens,
+)
 from kvferry.connectors.vllm.states import StateSpec
 
 
@@ -30,9 +35,15 @@ STATE = spec(
 )
 
 
-def groups(*specs: Any, hybrid: bool = True, draft: object = None) -> list[BlockGroup]:
+def groups(
+    *specs: Any, hybrid: bool = True, draft: object = None, dcp: int = 1
+) -> list[BlockGroup]:
     scheduler = SimpleNamespace(disable_hybrid_kv_cache_manager=not hybrid)
-    vllm_config = SimpleNamespace(scheduler_config=scheduler, speculative_config=draft)
+    vllm_config = SimpleNamespace(
+        scheduler_config=scheduler,
+        speculative_config=draft,
+        parallel_config=SimpleNamespace(decode_context_parallel_size=dcp),
+    )
     kept = [
         SimpleNamespace(layer_names=[str(i)], kv_cache_spec=each) for i, each in enumerate(specs)
     ]
@@ -50,6 +61,25 @@ def test_state_groups_may_have_other_block_sizes() -> None:
     assert full.state is None
     assert state.window is None
     assert state.state == StateSpec("MAMBA2", ((3, 48), (4, 8, 2)), ("bfloat16", "float32"), 1024)
+
+
+@pytest.mark.parametrize(
+    ("kept", "num_modules", "num_left"),
+    [
+        ((FULL,), 0, 0),
+        ((FULL, SLIDING), 0, 1),
+        ((FULL, STATE), 0, 1),
+        ((FULL,), 1, 0),
+        ((FULL,), 4, 3),
+    ],
+)
+def test_tokens_left_to_decode(kept: Any, num_modules: int, num_left: int) -> None:
+    """Several MTP modules read ahead, each one token further than the one before it."""
+    draft = SimpleNamespace(
+        use_multi_module_mtp=lambda: num_modules > 1, num_speculative_tokens=num_modules
+    )
+    vllm_config = SimpleNamespace(speculative_config=draft if num_modules else None)
+    assert num_left_to_decode(vllm_config, groups(*kept)) == num_left
 
 
 def test_without_the_hybrid_allocator_all_tokens_are_kept() -> None:
@@ -77,12 +107,26 @@ def test_unsupported_groups_are_refused(kept: Any, draft: object, said: str) -> 
         groups(FULL, kept, draft=draft)
 
 
-@pytest.mark.parametrize("side", ["decode", "prefill"])
-def test_context_parallelism_is_refused(side: str) -> None:
-    name = f"{side}_context_parallel_size"
-    check_parallelism(SimpleNamespace(parallel_config=SimpleNamespace(**{name: 1})))
-    with pytest.raises(InputError, match=f"{name} above 1 yet; leave it out"):
-        check_parallelism(SimpleNamespace(parallel_config=SimpleNamespace(**{name: 2})))
+def test_state_may_be_beside_tokens_that_ranks_share() -> None:
+    assert len(groups(FULL, STATE, dcp=4)) == 2
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+@pytest.mark.parametrize("whole", [SLIDING, spec("FullAttentionSpec", dcp_sharded=False)])
+def test_groups_that_ranks_do_not_share_are_refused_beside_those_they_do(
+    whole: Any, hybrid: bool
+) -> None:
+    assert len(groups(FULL, whole, hybrid=hybrid)) == 2
+    with pytest.raises(InputError, match="leave out --decode-context-parallel-size"):
+        groups(FULL, whole, hybrid=hybrid, dcp=4)
+
+
+def test_blocks_of_the_scheduler_span_all_ranks() -> None:
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=64),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=8),
+    )
+    assert shared_block_tokens(config) == 512
 
 
 @pytest.mark.parametrize(

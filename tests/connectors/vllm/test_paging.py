@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry import InputError
+from kvferry import InputError, Span, Tokens
 from kvferry.connectors.vllm.caches import BlockGroup, CacheView, EngineShape, plan_caches
 from kvferry.connectors.vllm.paging import BlockTables, Paging, PushedPages
 
@@ -15,6 +15,41 @@ def test_pages_may_be_smaller_than_blocks() -> None:
     assert paging.touched(paging.pages([3, 1]), 10, 40) == [12, 13, 14]
     with pytest.raises(InputError, match="choose another --block-size"):
         Paging(block_tokens=24, page_tokens=16, whole_pages=False)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "rest"),
+    [
+        (64, {}),
+        (128, {}),
+        (1, {12: 1, 13: 0, 14: 0, 15: 0}),
+        (80, {5: 0, 6: 0, 7: 0}),
+        (100, {6: 4, 7: 0}),
+        (127, {7: 15}),
+    ],
+)
+def test_rest_of_the_last_block(num_tokens: int, rest: dict[int, int]) -> None:
+    paging = Paging(block_tokens=64, page_tokens=16, whole_pages=False)
+    assert paging.rest([3, 1], num_tokens) == rest
+
+
+def test_ranks_that_share_tokens_have_some_pages_of_each_block() -> None:
+    """Rank 1 of 4 holds tokens 4..7, 20..23, ..., packed into pages of 8 tokens."""
+    held = Tokens.interleaved(1, 4, 4)
+    paging = Paging(block_tokens=16, page_tokens=8, whole_pages=False, dcp=4, held=held)
+    pages = paging.pages([3, 1])
+    assert pages == [6, 7, 2, 3]
+    assert paging.touched(pages, 0, 4) == []
+    assert paging.touched(pages, 0, 40) == [6, 7]
+    assert paging.touched(pages, 40, 90) == [7, 2]
+    assert paging.rest([3, 1], 70) == {2: 2, 3: 0}
+    assert paging.rest([3, 1], 66) == {2: 0, 3: 0}
+    assert paging.rest([3, 1], 103) == {3: 3}
+    assert paging.rest([3, 1], 120) == {}
+    assert paging.rest([3, 1], 128) == {}
+    assert paging.blocks_of(10, 65) == Span(0, 2)
+    with pytest.raises(InputError, match="--decode-context-parallel-size"):
+        Paging(block_tokens=16, page_tokens=8, whole_pages=True, dcp=4)
 
 
 def tables(*, whole_pages: bool, window: int | None = None) -> BlockTables:

@@ -27,16 +27,20 @@ def request(params: object, **more: Any) -> Any:
     )
 
 
-def make_connector(*, leaves_last: bool = False) -> ConnectorScheduler:
+def make_connector(*, num_left: int = 0) -> ConnectorScheduler:
     selector = BlockSelector(16)
     prefill, decode = PrefillScheduler("prefill-0", selector), DecodeScheduler(selector)
-    return ConnectorScheduler(prefill, decode, model="m", dtype="float32", leaves_last=leaves_last)
+    return ConnectorScheduler(prefill, decode, model="m", dtype="float32", num_left=num_left)
 
 
 def no_step() -> Any:
     cached = SimpleNamespace(req_ids=[], num_computed_tokens=[])
     return SimpleNamespace(
-        preempted_req_ids=None, scheduled_new_reqs=[], scheduled_cached_reqs=cached
+        preempted_req_ids=None,
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=cached,
+        total_num_scheduled_tokens=0,
+        has_sync_kv_loads=False,
     )
 
 
@@ -85,7 +89,7 @@ def test_prompt_with_embeddings_is_not_transferred(without: dict[str, Any]) -> N
 
 
 def make_connector_with_windows() -> ConnectorScheduler:
-    return make_connector(leaves_last=True)
+    return make_connector(num_left=1)
 
 
 def test_window_layers_leave_the_last_token_to_decode() -> None:
@@ -100,6 +104,16 @@ def test_window_layers_leave_the_last_token_to_decode() -> None:
     at_decode = request(given)
     scheduler.add_request(at_decode)
     assert scheduler.num_external_tokens(at_decode, 0) == 39
+
+
+def test_several_tokens_are_left_to_decode() -> None:
+    scheduler = make_connector(num_left=3)
+    prefilled = request({"do_remote_decode": True}, _all_token_ids=list(range(40)))
+    scheduler.add_request(prefilled)
+    assert (prefilled.num_prompt_tokens, prefilled.max_tokens) == (37, 1)
+    at_decode = request({"do_remote_prefill": True, "kvferry": {"room": "r", "prefill": "p"}})
+    scheduler.add_request(at_decode)
+    assert scheduler.num_external_tokens(at_decode, 16) == 37 - 16
 
 
 @pytest.mark.parametrize("flag", ["do_remote_decode", "do_remote_prefill"])

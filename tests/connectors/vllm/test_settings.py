@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvferry import InputError
-from kvferry.connectors.liveness import LIVENESS, LIVENESS_SETTINGS
+from kvferry.connectors.settings import LIVENESS, LIVENESS_SETTINGS
 from kvferry.connectors.vllm.compat import TESTED_VERSIONS
 from kvferry.connectors.vllm.settings import (
     ConnectorSettings,
@@ -19,7 +19,7 @@ LEAST = {"discovery": "http://10.0.0.1:7400", "instance": "prefill-0"}
 def test_required_settings() -> None:
     settings = read_settings(LEAST)
     assert (settings.transport, settings.layers) == ("auto", "auto")
-    config = settings.endpoint_config()
+    config = settings.rank_config()
     assert (config.deadline_s, config.protocol.silence_s, config.discovery_timeout_s) == (
         120,
         20,
@@ -28,14 +28,14 @@ def test_required_settings() -> None:
 
 
 def test_liveness_timeouts_can_be_set() -> None:
-    assert read_settings(LEAST).endpoint_config().protocol == LIVENESS
+    assert read_settings(LEAST).rank_config().protocol == LIVENESS
     given = {name: 30.0 + index for index, name in enumerate(LIVENESS_SETTINGS)}
-    config = read_settings({**LEAST, **given}).endpoint_config().protocol
+    config = read_settings({**LEAST, **given}).rank_config().protocol
     assert config == replace(LIVENESS, **given)
 
 
 def test_discovery_timeout_is_at_most_the_deadline() -> None:
-    assert read_settings({**LEAST, "deadline_s": 3}).endpoint_config().discovery_timeout_s == 3
+    assert read_settings({**LEAST, "deadline_s": 3}).rank_config().discovery_timeout_s == 3
 
 
 def test_each_replica_is_an_instance() -> None:

@@ -45,6 +45,7 @@ class Mixer(NamedTuple):
 
 MIXERS = {
     "delta net": Mixer("GDN_ATTN", (16, 16, 32), (4, 8, 4)),
+    "KDA": Mixer("GDN_ATTN", (32, 32, 32), (4, 8, 8)),
     "mamba-2": Mixer("MAMBA2", (32, 8, 8), (4, 8, 2), bc_groups=4),
     "mamba-2, one group": Mixer("MAMBA2", (32, 2, 2), (4, 8, 2), (1, 2), bc_groups=1),
     "mamba-1": Mixer("MAMBA1", (16,), (16, 2)),

@@ -152,7 +152,7 @@ def step_by_layers(
         compute(engines, *computed, (7, 3, 9), (layer,))
         for rooms in sources:
             if layer in told:
-                rooms.layer_computed(metadata, layer, lambda: None)
+                rooms.layer_computed(layer, lambda: None)
     for rooms in sources:
         rooms.end_step(metadata, None)
 
@@ -357,3 +357,117 @@ def test_refused_receive_fails_only_its_request(engines: Engines) -> None:
     found = arrivals(decode)
     assert (found.received, found.failed) == ({"d-1"}, {"d-1"})
     assert found.reasons["d-1"].startswith("refused")
+
+
+# ---------------------------------------------------------------- late rooms
+
+LATE_FIRST = PrefillMetadata(
+    [OpenRoom("p-1", "room", 40, is_late=True)], [PushTokens("room", 20, 0, ((7, 3),))]
+)
+
+
+def begin(engines: Engines, metadata: PrefillMetadata) -> None:
+    """Begin a step that computes nothing, in which vLLM 0.30 calls no hook at the end."""
+    for rank in engines.prefill:
+        assert isinstance(rank.rooms, PrefillRankRooms)
+        rank.rooms.begin_step(metadata)
+
+
+def test_late_room_is_opened_and_pushed_when_the_request_has_ended(engines: Engines) -> None:
+    step(engines, LATE_FIRST, (0, 20))
+    step(engines, LAST, (20, 40))
+    assert outgoing(engines) == []
+    decode = engines.decode()
+    (into,) = take(decode, receive())
+    begin(engines, HELD)
+    into.wait(WAIT_S)
+    assert filled(decode.cache, 0)
+    released(outgoing(engines))
+    assert sent(engines) == [{"p-1"}, {"p-1"}]
+    assert [len(rank.rooms) for rank in engines.prefill] == [0, 0]
+
+
+def test_late_room_waits_for_the_step_that_computed_its_prompt(engines: Engines) -> None:
+    class Computed:
+        happened = False
+
+        def query(self) -> bool:
+            return self.happened
+
+    computed = Computed()
+    metadata = PrefillMetadata(
+        [OpenRoom("p-1", "room", 40, is_late=True)],
+        [PushTokens("room", 40, 0, ((7, 3, 9),), b"d")],
+    )
+    decode = engines.decode()
+    (into,) = take(decode, receive())
+    begin(engines, metadata)
+    for rank in engines.prefill:
+        assert isinstance(rank.rooms, PrefillRankRooms)
+        rank.rooms.end_step(metadata, computed)
+    begin(engines, HELD)
+    with pytest.raises(TimeoutError):
+        into.wait(0.2)
+    compute(engines, 0, 40, (7, 3, 9))
+    computed.happened = True
+    into.wait(WAIT_S)
+    assert filled(decode.cache, 0)
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_forgotten_room_leaves_nothing(engines: Engines, is_complete: bool) -> None:
+    step(engines, LATE_FIRST, (0, 20))
+    if is_complete:
+        step(engines, LAST, (20, 40))
+    begin(engines, PrefillMetadata(forgotten=["room"]))
+    assert sent(engines) == [set(), set()]
+    assert [len(rank.rooms) for rank in engines.prefill] == [0, 0]
+
+
+def test_abandoned_late_room_fails_at_the_decode_that_waits_for_it(engines: Engines) -> None:
+    decode = engines.decode()
+    (into,) = take(decode, receive())
+    step(engines, LATE_FIRST, (0, 20))
+    begin(engines, PrefillMetadata(abandoned=["room"]))
+    into.wait_released(WAIT_S)
+    assert arrivals(decode).failed == {"d-1"}
+    released(outgoing(engines))
+    assert sent(engines) == [set(), set()]
+    assert [len(rank.rooms) for rank in engines.prefill] == [0, 0]
+
+
+# ---------------------------------------------------------------- waiting in empty steps
+
+
+def waited(decode: Rank, timeout_s: float) -> float:
+    assert isinstance(decode.rooms, DecodeRankRooms)
+    began = time.monotonic()
+    decode.rooms.wait_for_end(timeout_s)
+    return time.monotonic() - began
+
+
+def test_empty_step_waits_for_a_room_to_end(engines: Engines) -> None:
+    decode = engines.decode()
+    assert waited(decode, WAIT_S) < WAIT_S / 2  # there are no rooms
+    take(decode, receive())
+    assert arrivals(decode).received == set()
+    assert waited(decode, 0.2) >= 0.2
+    send_room(engines)
+    while not arrivals(decode).received:
+        assert waited(decode, WAIT_S) < WAIT_S / 2
+
+
+def test_empty_step_does_not_wait_for_a_refused_room(engines: Engines) -> None:
+    decode = engines.decode()
+    take(decode, ReceiveRoom("d-1", "room", "prefill-0", 40, 0, ((2, 5, 99),), b"d"))
+    assert waited(decode, WAIT_S) < WAIT_S / 2
+    assert arrivals(decode).failed == {"d-1"}
+
+
+def test_failed_room_ends_the_wait_again_when_its_blocks_are_free(engines: Engines) -> None:
+    decode = engines.decode(fails_early=True)
+    (into,) = take(decode, receive(digest=b"another"))
+    send_room(engines)
+    into.wait_released(WAIT_S)
+    assert waited(decode, WAIT_S) < WAIT_S / 2
+    assert arrivals(decode).failed == {"d-1"}

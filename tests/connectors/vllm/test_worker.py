@@ -47,6 +47,7 @@ def make_worker(
     *,
     sends: bool,
     receives: bool,
+    zeroes_rest: bool = False,
 ) -> ConnectorWorker:
     worker = ConnectorWorker(
         read_settings({"discovery": url, "instance": name, "transport": "shm"}), None, name, "m"
@@ -54,7 +55,8 @@ def make_worker(
     block_tokens = next(iter(held.values())).shape[2]
     # Use the GPU's paging, which allows different block sizes and orders, on host memory.
     engine = EngineShape(1, (LAYERS,), 0, HEADS, block_tokens, on_cpu=False)
-    worker.register(held, engine, kept, sends=sends, receives=receives, fails_early=False)
+    roles = {"sends": sends, "receives": receives}
+    worker.register(held, engine, kept, **roles, fails_early=False, zeroes_rest=zeroes_rest)
     undo.callback(worker.close)
     return worker
 
@@ -90,6 +92,29 @@ def test_different_block_sizes_and_orders(undo: ExitStack, nhd: bool, both: bool
     counts = prefill.counts.take()
     assert counts is not None
     assert counts["bytes_sent"] == LAYERS * TOKENS * HEADS * CONTENT * 2
+
+
+@pytest.mark.parametrize("zeroes_rest", [False, True])
+def test_tokens_after_the_last_one_are_zeroed_if_vllm_relies_on_it(
+    undo: ExitStack, zeroes_rest: bool
+) -> None:
+    discovery = DiscoveryServer().start()
+    undo.callback(discovery.stop)
+    here = caches(4, 32, nhd=True)
+    decode = make_worker(
+        *(undo, discovery.url, "decode-0", here),
+        sends=False,
+        receives=True,
+        zeroes_rest=zeroes_rest,
+    )
+    for layer in here.values():
+        layer.fill_(7)
+    order = ReceiveRoom("d", "room", "prefill-0", TOKENS, 32, ((3, 1),), b"d")
+    decode.start_receives(DecodeMetadata([order]))
+    for layer in here.values():
+        assert layer[1, :, TOKENS - 32 :].eq(0 if zeroes_rest else 7).all()
+        assert layer[1, :, : TOKENS - 32].eq(7).all()
+        assert layer[[0, 2, 3]].eq(7).all()
 
 
 def test_layers_that_share_a_cache_are_registered_once(undo: ExitStack) -> None:

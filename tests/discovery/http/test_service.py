@@ -22,8 +22,8 @@ from discovery.parts import (
     wait_until,
 )
 
+from kvferry.discovery.http.gate import MAX_BODY_BYTES
 from kvferry.discovery.http.server import DiscoveryServer
-from kvferry.discovery.http.service import MAX_BODY_BYTES
 from kvferry.discovery.records import InstanceView
 from kvferry.errors import InputError
 from kvferry.security.keys import ClusterKey
@@ -98,16 +98,24 @@ def test_a_complete_instance_is_found(url: str) -> None:
 
 
 def test_the_list_shows_every_instance(url: str) -> None:
-    assert ask(url, "GET", "/v1/instances").json == {"instances": []}
+    assert ask(url, "GET", "/v1/instances").json["instances"] == []
     put(url, 0)
     (line,) = ask(url, "GET", "/v1/instances").json["instances"]
     assert line["name"] == "p"
-    assert (line["complete"], line["registered"], line["num_ranks"]) == (False, 1, 2)
+    assert (line["complete"], line["registered"], line["num_ranks"]) == (False, [0], 2)
     assert line["note"] == "'p' waits for rank 1 of 2"
     put(url, 1)
     (line,) = ask(url, "GET", "/v1/instances").json["instances"]
     assert line["complete"] is True
     assert line["layout"] == "TP2, page 16, NHD"
+
+
+def test_a_list_is_sent_only_if_it_has_changed(url: str) -> None:
+    put(url, 0)
+    version = ask(url, "GET", "/v1/instances").json["version"]
+    assert ask(url, "GET", f"/v1/instances?version={version}").status == 304
+    put(url, 1)
+    assert ask(url, "GET", f"/v1/instances?version={version}").json["version"] != version
 
 
 def test_withdrawing_needs_the_incarnation(url: str) -> None:
@@ -132,7 +140,7 @@ def test_renewing_needs_a_lease_of_that_incarnation(url: str) -> None:
 def test_a_rank_that_dies_disappears_when_its_lease_ends(url: str) -> None:
     complete(url, lease_s=0.5)
     wait_until(lambda: ask(url, "GET", "/v1/instances/p").status == 404)
-    wait_until(lambda: ask(url, "GET", "/v1/instances").json == {"instances": []})
+    wait_until(lambda: ask(url, "GET", "/v1/instances").json["instances"] == [])
     assert b"kvferry_discovery_expired_leases_total 2.0" in ask(url, "GET", "/metrics").body
     assert complete(url).ranks[1].incarnation == 2
 
@@ -301,7 +309,7 @@ def test_with_a_key_every_request_is_signed(keyed: str) -> None:
             assert (answer.status, answer.code) == (401, "unsigned"), path
     assert ask(keyed, "PUT", RANK, body, KEY).status == 204
     (line,) = ask(keyed, "GET", "/v1/instances", b"", KEY).json["instances"]
-    assert line["registered"] == 1
+    assert line["registered"] == [0]
 
 
 def test_a_request_cannot_be_replayed_or_changed(keyed: str) -> None:

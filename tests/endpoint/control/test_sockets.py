@@ -202,6 +202,24 @@ def test_messages_of_several_parts_are_malformed(pairs: Callable[..., Pair]) -> 
     assert pair.at_clients == []
 
 
+def test_malformed_messages_count_towards_the_limit_of_a_call(pairs: Callable[..., Pair]) -> None:
+    pair = pairs(key=None)
+    client = pair.connect(None)
+    for _ in range(MAX_BATCH + 10):
+        client.socket.send_multipart([b"", b""])
+    client.send(b"good")
+    assert pair.run(lambda: pair.server.counts["malformed"] > 0)
+    counted = pair.server.counts["malformed"]
+    assert counted <= MAX_BATCH
+    while not pair.at_server:
+        assert pair.server.socket.poll(int(ENOUGH_S * 1000))
+        pair.at_server += pair.server.receive()
+        now = pair.server.counts["malformed"]
+        assert now - counted <= MAX_BATCH
+        counted = now
+    assert counted == MAX_BATCH + 10
+
+
 def test_sending_to_a_dead_route_fails(pair: Pair) -> None:
     client = pair.connect()
     client.send(b"here")

@@ -53,8 +53,8 @@ def accept_probe(server: socket.socket) -> None:
     server.accept()[0].close()
 
 
-def record_of(peer: Peer, metadata: bytes) -> SessionRecord:
-    return SessionRecord(peer, INCARNATION, Session(INCARNATION, 1), metadata, exposed=True)
+def record_of(peer: Peer, metadata: bytes, incarnation: int = INCARNATION) -> SessionRecord:
+    return SessionRecord(peer, incarnation, Session(incarnation, 1), metadata, exposed=True)
 
 
 def metadata_with(address: Address) -> bytes:
@@ -92,9 +92,9 @@ def test_probing_stops_on_request(
 ) -> None:
     start_probing(prober, STUCK, listener.getsockname())
     accept_probe(listener)
-    prober.stop_probing(OTHER, INCARNATION)
+    prober.stop_probing(record_of(OTHER, b""))
     accept_probe(listener)
-    prober.stop_probing(STUCK, INCARNATION)
+    prober.stop_probing(record_of(STUCK, b""))
     check_not_probed(listener, prober, reported)
 
 
@@ -112,14 +112,14 @@ def check_not_probed(listener: socket.socket, prober: Prober, reported: Mailbox[
 def test_a_death_hint_is_followed_until_there_is_an_answer(
     prober: Prober, reported: Mailbox[PeerGone], listener: socket.socket
 ) -> None:
-    prober.hint_death(STUCK, INCARNATION, metadata_with(listener.getsockname()))
+    prober.hint_death(record_of(STUCK, metadata_with(listener.getsockname())))
     # A connection without a valid answer proves nothing, so it probes again.
     accept_probe(listener)
     accept_probe(listener)
     listener.close()
     assert reported.get(WAIT_S) == PeerGone(STUCK, INCARNATION)
     # A death is reported once: the next report is about the next hint.
-    prober.hint_death(GONE, INCARNATION + 1, metadata_with(refusing()))
+    prober.hint_death(record_of(GONE, metadata_with(refusing()), INCARNATION + 1))
     assert reported.get(WAIT_S) == PeerGone(GONE, INCARNATION + 1)
     assert len(reported) == 0
 
@@ -128,6 +128,6 @@ def test_peers_with_invalid_metadata_are_not_probed(
     prober: Prober, reported: Mailbox[PeerGone]
 ) -> None:
     prober.start_probing(record_of(OTHER, b"not metadata"))
-    prober.hint_death(OTHER, INCARNATION, b"not metadata")
+    prober.hint_death(record_of(OTHER, b"not metadata"))
     wait_for_round(prober, reported)
     assert len(reported) == 0

@@ -14,8 +14,8 @@ from kvferry.endpoint.loop.directory import Directory
 from kvferry.endpoint.loop.sides import TargetSide
 from kvferry.ids import Peer, Room
 from kvferry.plan.plan import Request
-from kvferry.protocol.events import Event, PeerRestarted, Receive, ReceiveRequest
-from kvferry.protocol.outcome import FailureCode
+from kvferry.protocol.events import Event, PeerRestarted, Receive, ReceiveRequest, Report
+from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.telemetry.observer import Observer
 
 
@@ -53,8 +53,10 @@ class Rooms:
         self.messages: list[str] = []
         self.released: list[Room] = []
 
-    def report(self, room: Room, failure: Any) -> None:
-        self.told.append((room, failure.code))
+    def report(self, action: Report) -> None:
+        failure = action.outcome
+        assert isinstance(failure, Failure)
+        self.told.append((action.room, failure.code))
         self.messages.append(failure.message)
 
     def release(self, room: Room) -> None:
@@ -101,18 +103,31 @@ def test_an_instance_is_watched_while_a_room_waits_for_it(
     assert directory.remove_waiting(first)
     assert directory.wakeup() == inf
     assert directory.drop_unused(set()) == set()
-    assert (client.watched, directory.names) == (set(), set())
+    assert client.watched == set()
+    assert directory.address_of(Peer("prefill", 0)) is None
 
 
 def test_rooms_open_when_their_instance_is_known(directory: Directory) -> None:
     first, second = handle("1"), handle("2")
     directory.find(first)
     directory.find(second)
-    assert directory.update("prefill", None) == []
-    assert directory.update("prefill", VIEW) == [first, second]
-    assert directory.update("prefill", VIEW) == []
+    assert directory.update("prefill", None) == ([], [])
+    assert directory.update("prefill", VIEW) == ([first, second], [])
+    assert directory.update("prefill", VIEW) == ([], [])
     assert directory.find(handle("3")) is VIEW
     assert not directory.remove_waiting(first)
+
+
+def test_an_instance_without_a_link_is_not_watched(directory: Directory, client: Client) -> None:
+    directory.find(handle("1"))
+    directory.update("prefill", VIEW)
+    assert directory.drop_unused({"prefill"}) == {"prefill"}
+    assert client.watched == {"prefill"}
+    assert directory.drop_unused(set()) == set()
+    assert client.watched == set()
+    # A later room does not use the old view, which may be stale.
+    assert directory.find(handle("2")) is None
+    assert client.watched == {"prefill"}
 
 
 @pytest.mark.parametrize(("now", "overdue"), [(2.9, []), (3.0, ["2"]), (9.0, ["1", "2"])])
@@ -146,8 +161,8 @@ def test_a_room_waits_briefly_for_an_instance_that_does_not_exist(client: Client
         "the prefill instance is not there: nobody has registered as 'prefill'"
     ]
     assert directory.wakeup() == 3.5
-    assert directory.update("prefill", VIEW) == [late]
-    assert directory.update("prefill", None) == []
+    assert directory.update("prefill", VIEW) == ([late], [])
+    assert directory.update("prefill", None) == ([], [])
     # An instance that no room waits for is forgotten.
     assert directory.drop_unused(set()) == set()
     again = handle("3", 9.0)
@@ -217,7 +232,7 @@ def side_of(
         probe_links=(asked if asked is not None else []).append,
         machine=SimpleNamespace(rooms={}, status=None),
     )
-    scatters: Any = SimpleNamespace(expect_writes=lambda *_, **__: None)
+    transport_thread: Any = SimpleNamespace(expect_writes=lambda *_, **__: None)
     table: Any = rooms
-    channel: Any = None
-    return TargetSide(runner, table, channel, Observer(), scatters, directory)
+    nothing: Any = None
+    return TargetSide(runner, table, nothing, Observer(), transport_thread, nothing, directory)

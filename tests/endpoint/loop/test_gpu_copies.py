@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import inf
+from typing import Any
 
 from endpoint.jobs import NUM_BYTES, bulk, gather, scatter
 
@@ -54,13 +55,17 @@ class Gpu:
         self.drained += 1
 
 
+def copies_on(gpu: Any) -> GpuCopies:
+    return GpuCopies(gpu)
+
+
 def unbindable() -> Binding:
     raise InputError("no such page")
 
 
 def test_the_copies_of_a_turn_are_one_launch() -> None:
     gpu = Gpu()
-    copies = GpuCopies(gpu)
+    copies = copies_on(gpu)
     for op in range(3):
         copies.submit(scatter(op))
     assert not gpu.launches, "nothing starts before the end of the turn"
@@ -71,7 +76,7 @@ def test_the_copies_of_a_turn_are_one_launch() -> None:
 
 def test_early_gathers_are_postponed_while_urgent() -> None:
     gpu = Gpu()
-    copies = GpuCopies(gpu)
+    copies = copies_on(gpu)
     for job in (gather(1, early=True), scatter(2), gather(3)):
         copies.submit(job)
     copies.launch(urgent=True)
@@ -87,7 +92,7 @@ def test_early_gathers_are_postponed_while_urgent() -> None:
 
 def test_idle_work_is_done_once_while_nothing_runs() -> None:
     gpu, done = Gpu(), list[int]()
-    copies = GpuCopies(gpu)
+    copies = copies_on(gpu)
     copies.submit(scatter(1, when_idle=lambda: done.append(1)))
     copies.submit(scatter(2))
     copies.launch()
@@ -103,7 +108,7 @@ def test_idle_work_is_done_once_while_nothing_runs() -> None:
 
 def test_a_launch_has_at_most_the_maximum_batch() -> None:
     gpu = Gpu()
-    copies = GpuCopies(gpu)
+    copies = copies_on(gpu)
     for op in range(MAX_BATCH + 1):
         copies.submit(scatter(op))
     copies.launch()
@@ -112,7 +117,7 @@ def test_a_launch_has_at_most_the_maximum_batch() -> None:
 
 def test_each_end_is_reported_once_after_the_gpu_is_done() -> None:
     gpu = Gpu()
-    copies = GpuCopies(gpu)
+    copies = copies_on(gpu)
     assert copies.wakeup() == inf
     for op in (1, 2):
         copies.submit(scatter(op))
@@ -129,7 +134,7 @@ def test_each_end_is_reported_once_after_the_gpu_is_done() -> None:
 
 def test_a_gathered_slot_is_bound_for_its_write() -> None:
     gpu = Gpu()
-    copies = GpuCopies(gpu)
+    copies = copies_on(gpu)
     job = gather(7)
     copies.submit(job)
     copies.launch()
@@ -140,7 +145,7 @@ def test_a_gathered_slot_is_bound_for_its_write() -> None:
 
 def test_an_early_gather_ends_with_its_size() -> None:
     gpu = Gpu()
-    copies = GpuCopies(gpu)
+    copies = copies_on(gpu)
     job = gather(7, early=True)
     copies.submit(job)
     copies.launch()
@@ -151,7 +156,7 @@ def test_an_early_gather_ends_with_its_size() -> None:
 
 def test_wrong_pages_fail_one_copy_only() -> None:
     gpu = Gpu()
-    copies = GpuCopies(gpu)
+    copies = copies_on(gpu)
     copies.submit(scatter(1, unbindable))
     copies.submit(scatter(2))
     copies.launch()
@@ -161,7 +166,7 @@ def test_wrong_pages_fail_one_copy_only() -> None:
 
 def test_a_failed_gpu_fails_its_copies() -> None:
     gpu = Gpu()
-    copies = GpuCopies(gpu)
+    copies = copies_on(gpu)
     copies.submit(gather(1))
     copies.launch()
     gpu.launches[0][1].problem = "an illegal address"
@@ -170,7 +175,7 @@ def test_a_failed_gpu_fails_its_copies() -> None:
 
 def test_a_refused_launch_is_drained_before_it_fails() -> None:
     gpu = Gpu()
-    copies = GpuCopies(gpu)
+    copies = copies_on(gpu)
     gpu.refuses = "the GPU took no copy"
     copies.submit(scatter(1))
     copies.launch()
@@ -180,7 +185,7 @@ def test_a_refused_launch_is_drained_before_it_fails() -> None:
 
 def test_prebinding_launches_nothing() -> None:
     gpu, binding = Gpu(), bulk()
-    copies = GpuCopies(gpu)
+    copies = copies_on(gpu)
     copies.prebind(binding, (7,), (0, 0))
     copies.launch()
     assert gpu.prebound == [GpuCopy(binding, (7,), (0, 0))]
@@ -190,7 +195,7 @@ def test_prebinding_launches_nothing() -> None:
 
 def test_closing_waits_for_what_runs() -> None:
     gpu = Gpu()
-    copies = GpuCopies(gpu)
+    copies = copies_on(gpu)
     copies.submit(scatter(1))
     copies.launch()
     copies.close()

@@ -27,7 +27,7 @@ def test_a_late_signal_does_not_keep_the_loop_awake() -> None:
     reader, other = new_pipe()
     writer = LateWriter(os.dup(other.fileno()), "w")
     other.close()
-    inbox: Inbox[str] = Inbox((reader, writer))
+    inbox: Inbox = Inbox((reader, writer))
     taken: list[str] = []
     writer.before(lambda: taken.extend(inbox.drain()))
     inbox.put("a write has ended")
@@ -40,7 +40,7 @@ def test_a_late_signal_does_not_keep_the_loop_awake() -> None:
 
 
 def test_the_inbox_keeps_order_and_wakes_the_loop() -> None:
-    inbox: Inbox[int] = Inbox()
+    inbox: Inbox = Inbox()
     seen: list[int] = []
 
     def put() -> None:

@@ -24,7 +24,7 @@ from kvferry.endpoint.watchdog import ThreadHeartbeat
 from kvferry.ids import Peer, Room, Session
 from kvferry.protocol.events import Cancel, Connect, Event, Open, Release, Report, Tick
 from kvferry.protocol.links import Link
-from kvferry.protocol.messages import Envelope
+from kvferry.protocol.messages import Envelope, Staging
 from kvferry.protocol.outcome import Done
 from kvferry.protocol.states import LinkState
 
@@ -72,7 +72,7 @@ class IdleSide(LoopSide):
 class Script:
     """A poller and a channel that play a script of turns."""
 
-    def __init__(self, inbox: Inbox[object], *turns: Turn) -> None:
+    def __init__(self, inbox: Inbox, *turns: Turn) -> None:
         self._inbox = inbox
         self._turns = iter(turns)
         self._frames: list[Event | ConnectionLost] = []
@@ -103,20 +103,21 @@ def played(
     scripted: ScriptedMachine,
     *turns: Turn,
     ports: RecordingPorts | None = None,
-    inbox: Inbox[object] | None = None,
+    inbox: Inbox | None = None,
 ) -> Address:
     """Run a loop through these turns, close it, and return its liveness port's address."""
-    inbox = Inbox[object]() if inbox is None else inbox
+    inbox = Inbox() if inbox is None else inbox
     script = Script(inbox, *turns)
     rest: Any = Nothing()
-    setup: Any = SimpleNamespace(liveness_port=LivenessPort("127.0.0.1", INCARNATION), slots=None)
+    port = LivenessPort("127.0.0.1", INCARNATION)
+    setup: Any = SimpleNamespace(liveness_port=port, staging=Staging(), staging_bytes=0)
     parts: dict[str, Any] = dict.fromkeys(("observer", "transport_thread"), rest)
     parts["copier"] = CopyThread("copier", inbox.put, lambda _: None)
     channel: Any = script
     machine: Any = scripted
     runner = SourceRunner(machine, SourcePorts(*[ports or RecordingPorts()] * 4))
     side = IdleSide(runner, rest, channel, rest)
-    loop = EndpointLoop(side, setup=setup, inbox=inbox, poller=channel, **parts)
+    loop = EndpointLoop(side=side, setup=setup, inbox=inbox, poller=channel, **parts)
     loop.start()
     assert script.played.wait(WAIT_S)
     loop.close()
@@ -140,7 +141,7 @@ def test_items_and_frames_are_taken_before_time() -> None:
 
 
 def test_requests_made_at_the_end_of_a_room_are_taken_in_the_same_turn() -> None:
-    scripted, ports, inbox = ScriptedMachine(HASTY), RecordingPorts(), Inbox[object]()
+    scripted, ports, inbox = ScriptedMachine(HASTY), RecordingPorts(), Inbox()
     scripted.timers = [0.0]
     scripted.answers[FRAME] = [Report("r", Done())]
     scripted.answers[ITEM] = [Report("next", Done())]

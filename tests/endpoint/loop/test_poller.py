@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import sys
 import time
 from typing import Any
 
@@ -15,7 +18,7 @@ from kvferry.endpoint.loop.poller import Poller
 
 
 def test_a_short_wait_is_not_rounded_up_to_a_millisecond() -> None:
-    inbox, context = Inbox[str](), zmq.Context()
+    inbox, context = Inbox(), zmq.Context()
     listening = context.socket(zmq.PULL)
     poller = Poller()
     poller.watch(inbox.fileno())
@@ -31,9 +34,32 @@ def test_a_short_wait_is_not_rounded_up_to_a_millisecond() -> None:
     inbox.close()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="epoll is Linux's")
+def test_short_waits_stay_short_with_more_descriptors_than_select_takes() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    poller, pipes = Poller(), [os.pipe() for _ in range(600)]
+    try:
+        for reading, _ in pipes:
+            poller.watch(reading)
+        seconds = []
+        for _ in range(100):
+            begin = time.perf_counter()
+            assert poller.wait(200e-6) == set()
+            seconds.append(time.perf_counter() - begin)
+        assert min(seconds) < 900e-6
+        os.write(pipes[-1][1], b"a")
+        assert poller.wait(5.0) == {pipes[-1][0]}
+    finally:
+        for pipe in pipes:
+            for fd in pipe:
+                os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 @pytest.mark.parametrize("timeout_s", [5e-4, 5.0])
 def test_any_readable_source_ends_a_wait(timeout_s: float) -> None:
-    inbox, context = Inbox[str](), zmq.Context()
+    inbox, context = Inbox(), zmq.Context()
     listening, saying = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     saying.connect(f"tcp://127.0.0.1:{listening.bind_to_random_port('tcp://127.0.0.1')}")
     poller = Poller()

@@ -1,4 +1,4 @@
-"""The table of rooms: hooks before a release, and failing all rooms."""
+"""The table of rooms: reports, releases, and failing all rooms."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import pytest
 from kvferry.endpoint.handles import Handle
 from kvferry.endpoint.loop.rooms import RoomTable
 from kvferry.errors import Misuse
-from kvferry.ids import Peer, Room
+from kvferry.ids import Peer
+from kvferry.layout import Span
+from kvferry.plan import Binding, Block
+from kvferry.protocol.events import Report
 from kvferry.protocol.outcome import Done, Failure, FailureCode
 from kvferry.telemetry.observer import Observer
 
@@ -22,26 +25,27 @@ def table_of(*handles: Handle) -> RoomTable[Handle]:
     return rooms
 
 
-def test_the_release_hook_is_called_before_the_handle_is_released() -> None:
-    handles = {name: Handle(name) for name in ("a", "b")}
-    rooms = table_of(*handles.values())
-    seen: list[tuple[Room, bool]] = []
-    rooms.before_release = lambda room: seen.append((room, handles[str(room)].released))
-    for name in handles:
-        rooms.release(name)
-    assert seen == [("a", False), ("b", False)]
-    assert [handle.released for handle in handles.values()] == [True, True]
-    assert len(rooms) == 0
+def test_bindings_are_dropped_before_the_handle_is_released() -> None:
+    handles = [Handle("a"), Handle("b")]
+    rooms = table_of(*handles)
+    for handle in handles:
+        rooms.bindings.keep(handle.room, 0, Binding(()))
+    seen: list[int] = []
+    handles[0].on_release(lambda: seen.append(rooms.bindings.num_bindings))
+    rooms.release("a")
+    assert (seen, rooms.bindings.get("b", 0)) == ([1], Binding(()))
+    assert ([handle.released for handle in handles], len(rooms)) == ([True, False], 1)
 
 
-def test_the_failure_hook_is_called_before_the_failure_is_visible() -> None:
+def test_unusable_blocks_are_set_before_the_failure_is_visible() -> None:
     failed, done = Handle("failed"), Handle("done")
     rooms = table_of(failed, done)
-    seen: list[tuple[Handle, object]] = []
-    rooms.before_failure = lambda handle: seen.append((handle, handle.outcome))
-    rooms.report("failed", FAILURE)
-    rooms.report("done", Done())
-    assert seen == [(failed, None)]
+    seen: list[object] = []
+    failed.on_end(lambda _: seen.append(failed.unusable))
+    blocks = (Block("kv", Span(0, 1), Span(0, 4)),)
+    rooms.report(Report("failed", FAILURE, blocks))
+    rooms.report(Report("done", Done()))
+    assert seen == [blocks]
     assert (failed.outcome, done.outcome) == (FAILURE, Done())
 
 

@@ -23,9 +23,8 @@ from kvferry.memory.page_tables import PageTableValidator
 from kvferry.plan.bind import Binding, BindingSize
 from kvferry.plan.choose import TransferMode
 from kvferry.plan.places import contiguous_pools
-from kvferry.protocol.events import Event, SendFailed, Sent, Write, WriteFate
+from kvferry.protocol.events import Event, Write, WriteEnded, WriteFate
 from kvferry.telemetry.metrics import EndpointMetrics
-from kvferry.transports.base import WriteEnded
 
 OP = Op(1)
 
@@ -44,7 +43,7 @@ class Bench:
         validator = PageTableValidator(LAYOUT, 0, contiguous_pools(LAYOUT, 0, 4).map)
         self.handle = Outgoing("r", inf, validator, lambda *_: None, lambda _: None)
         rooms.add(self.handle)
-        setup: Any = SimpleNamespace(member=SimpleNamespace(peer=ME))
+        setup: Any = SimpleNamespace(me=ME)
         transport_thread: Any = SimpleNamespace(write=self.posted.append)
         links: Any = {SESSION: SimpleNamespace(inline=None)}
         chooser: Any = SimpleNamespace(binding=self._bind)
@@ -84,7 +83,7 @@ def test_a_successful_write_is_answered_and_counted() -> None:
     bench.write()
     assert ([job.op for job in bench.posted], bench.heard) == ([OP], [])
     bench.end(TransferMode.RUNS)
-    assert bench.heard == [Sent(OP)]
+    assert bench.heard == [WriteEnded(OP)]
     assert (bench.handle.carried, bench.handle.num_writes) == ({TransferMode.RUNS: 10}, 1)
 
 
@@ -93,7 +92,7 @@ def test_the_note_of_a_write_is_sent_before_its_answer() -> None:
     bench.write()
     bench.end(TransferMode.STAGED)
     assert bench.notes == [(OP, 0, 0)]
-    assert (bench.heard, bench.handle.num_writes) == ([Sent(OP)], 1)
+    assert (bench.heard, bench.handle.num_writes) == ([WriteEnded(OP)], 1)
 
 
 @pytest.mark.parametrize("fate", list(WriteFate))
@@ -101,14 +100,14 @@ def test_a_failed_write_is_answered_and_not_counted(fate: WriteFate) -> None:
     bench = Bench()
     bench.write()
     bench.end(TransferMode.RUNS, fate)
-    assert (bench.heard, bench.notes) == ([SendFailed(OP, fate)], [])
+    assert (bench.heard, bench.notes) == ([WriteEnded(OP, fate)], [])
     assert (bench.handle.carried, bench.handle.num_writes) == ({}, 0)
 
 
 def test_a_write_with_wrong_pages_fails_without_being_started() -> None:
     bench = Bench("no such page")
     bench.write()
-    assert (bench.posted, bench.heard) == ([], [SendFailed(OP, WriteFate.FAILED)])
+    assert (bench.posted, bench.heard) == ([], [WriteEnded(OP, WriteFate.FAILED)])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvferry.errors import InputError
 from kvferry.memory.staging import SlotPool, slots_for
-from kvferry.plan.cost import DEFAULT_BUDGET_BYTES, GPU_SLOTS, HOST_SLOTS
+from kvferry.plan.cost import GPU_SLOTS, HOST_SLOTS
 from kvferry.plan.units import MIB
 from kvferry.protocol.messages import MAX_SLOTS, Staging
 from kvferry.regions import PAGE_BYTES
@@ -17,10 +17,11 @@ from kvferry.regions import PAGE_BYTES
 ENOUGH_SLOTS = HOST_SLOTS.enough
 
 
-def test_the_default_stays_within_64_mib() -> None:
+def test_the_default_depends_on_the_device() -> None:
     pool = slots_for(4096)
     assert pool == SlotPool(16 * MIB, ENOUGH_SLOTS)
-    assert pool.num_bytes == DEFAULT_BUDGET_BYTES == 64 * MIB
+    assert pool.num_bytes == 64 * MIB
+    assert slots_for(4096, rule=GPU_SLOTS) == SlotPool(64 * MIB, 2)
 
 
 def test_slots_are_contiguous() -> None:
@@ -35,10 +36,10 @@ def test_slots_are_contiguous() -> None:
 
 def test_a_small_budget_is_still_cut_into_enough_slots() -> None:
     assert slots_for(4096, budget_bytes=MIB) == SlotPool(MIB // 4, 4)
-    assert slots_for(4096, budget_bytes=3 * MIB, rule=GPU_SLOTS) == SlotPool(MIB, 3)
+    assert slots_for(4096, budget_bytes=3 * MIB, rule=GPU_SLOTS) == SlotPool(MIB + MIB // 2, 2)
 
 
-@pytest.mark.parametrize(("budget_mib", "slot_mib"), [(60, 20), (768, 256), (4096, 256)])
+@pytest.mark.parametrize(("budget_mib", "slot_mib"), [(60, 30), (512, 256), (4096, 256)])
 def test_gpu_slots_grow_with_the_budget(budget_mib: int, slot_mib: int) -> None:
     pool = slots_for(4096, budget_bytes=budget_mib * MIB, rule=GPU_SLOTS)
     assert pool == SlotPool(slot_mib * MIB, budget_mib // slot_mib)

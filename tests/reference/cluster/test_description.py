@@ -12,13 +12,12 @@ from kvferry.cli.main import main
 from kvferry.errors import InputError
 from kvferry.reference.cluster.description import (
     ClusterDescription,
-    ModelFolder,
     check,
     read_cluster,
     worker_options,
 )
+from kvferry.reference.models.find import ModelFolder
 from kvferry.reference.models.tiny import TinyKind
-from kvferry.reference.worker.instance import InstanceOptions
 from kvferry.router.options import OnFailure
 
 Models = dict[TinyKind, Path]
@@ -69,20 +68,19 @@ def test_workers_are_numbered_unless_they_have_names() -> None:
 
 
 def test_a_worker_gets_what_its_section_says(models: Models) -> None:
-    """The options of a worker are built without importing it; here it is asked."""
     cluster = cluster_of(
         transport="nixl",
         router={"room_s": 7, "deadline_s": 70},
-        transfer={"layers": 4},
+        layers=4,
         decode=[{"tp": 3, "page": 32, "order": "hnd", "dtype": "bfloat16", "cache_tokens": 512}],
     )
     (worker,) = cluster.workers()
-    fields = worker_options(cluster, worker, ModelFolder(models[TinyKind.LLAMA], "m"), "http://h:1")
-    options = msgspec.convert(fields, InstanceOptions)
-    assert (options.engine.parallel.tp, options.engine.page_tokens) == (3, 32)
+    model = ModelFolder(models[TinyKind.LLAMA], "m")
+    options = worker_options(cluster, worker, model, "http://h:1")
+    assert (options.engine.tp, options.engine.page) == (3, 32)
     assert (options.engine.order, options.engine.dtype) == ("hnd", "bfloat16")
     assert (options.engine.cache_tokens, options.transport) == (512, "nixl")
-    assert (options.deadline_s, options.request_s, options.layers) == (7, 70, 4)
+    assert (options.deadline_s, options.layers) == (7, 4)
     assert (options.name, options.model, options.discovery) == ("decode-0", "m", "http://h:1")
 
 
@@ -105,8 +103,8 @@ def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
         ("[router]\ndecode_urls = ['x']", "is not a worker's address"),
         ("[[decode]]\nname = 'a'\n[[decode]]\nname = 'a'", "two workers have the name 'a'"),
         ("[[prefill]]", "has no [[decode]] worker"),
-        ("[transfer]\nlayers = 0", ">= 1"),
-        ("[transfer]\nlayers = 'some'", "Invalid enum value 'some'"),
+        ("layers = 0", ">= 1"),
+        ("layers = 'some'", "Invalid enum value 'some'"),
     ],
 )
 def test_a_bad_file_is_one_sentence(
@@ -127,5 +125,5 @@ def test_sides_that_do_not_fit_are_refused(models: Models) -> None:
         check(cluster_of(decode=[{"tp": 2}]), llama)
     with pytest.raises(InputError, match="dtype"):
         check(cluster_of(prefill=[{"dtype": "bfloat16"}], decode=[{}]), llama)
-    check(cluster_of(prefill=[{"tp": 3, "pp": 2}], decode=[{"tp": 6, "page": 7}]), llama)
+    check(cluster_of(prefill=[{"tp": 3}], decode=[{"tp": 6, "page": 7}]), llama)
     assert cluster_of().router.on_failure is OnFailure.LOCAL

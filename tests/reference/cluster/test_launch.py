@@ -17,7 +17,6 @@ from reference.clusters import (
     PATIENCE_S,
     demand_gone,
     family,
-    get,
     post,
     processes,
     segments,
@@ -28,10 +27,10 @@ from kvferry.errors import InputError
 from kvferry.reference.cluster.description import (
     ClusterDescription,
     DiscoverySection,
-    ModelFolder,
     WorkerSection,
 )
 from kvferry.reference.cluster.launch import ClusterLaunch
+from kvferry.reference.models.find import ModelFolder
 from kvferry.reference.models.tiny import TinyKind
 from kvferry.router.options import RouterOptions
 
@@ -76,7 +75,7 @@ def answer(url: str) -> Any:
     return document
 
 
-def test_a_worker_that_dies_is_started_again_and_ctrl_c_ends_everything(start: Start) -> None:
+def test_the_others_go_on_without_a_worker_and_ctrl_c_ends_everything(start: Start) -> None:
     process = start("serve", "--tiny", "--prefill", "tp=1", "--port", "0", "--json")
     told = first_line(process)
     assert (told["model"], set(told["parts"])) == (
@@ -86,18 +85,10 @@ def test_a_worker_that_dies_is_started_again_and_ctrl_c_ends_everything(start: S
     said = answer(told["url"])
     assert said["kvferry"]["source"] == "transferred"
 
-    old = told["parts"]["prefill-0"]
     *_before, _discovery, _router, prefill, _decode = children(process.pid)
     os.kill(prefill, signal.SIGKILL)
-
-    def is_back() -> bool:
-        workers = {one["name"]: one for one in get(told["url"], "/healthz")["workers"]}
-        worker = workers.get("prefill-0", {"up": False, "url": old})
-        return bool(worker["up"] and worker["url"] != old)
-
-    wait_until(is_back, "prefill-0 to be back")
     again = answer(told["url"])
-    assert again["kvferry"]["source"] == "transferred"
+    assert again["kvferry"]["source"] == "recomputed"
     assert again["choices"] == said["choices"]
 
     parts = family(process.pid)
@@ -109,6 +100,18 @@ def test_a_worker_that_dies_is_started_again_and_ctrl_c_ends_everything(start: S
     assert "ended name=prefill-0 status=-9" in err
     assert files
     demand_gone(parts, files)
+
+
+def test_without_its_router_a_cluster_ends(start: Start) -> None:
+    process = start("serve", "--tiny", "--prefill", "tp=1", "--port", "0", "--json")
+    first_line(process)
+    parts = family(process.pid)
+    *_before, _discovery, router, _prefill, _decode = children(process.pid)
+    os.kill(router, signal.SIGKILL)
+    out, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    assert json.loads(out)["error"] == "router ended with status -9; see its log"
+    demand_gone(parts, set())
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

@@ -85,22 +85,21 @@ def test_two_requests_with_equal_contents_share_one_copy_later() -> None:
 
 
 def test_a_second_release_is_refused_and_changes_nothing() -> None:
-    blocks = Blocks(4, SIZE, num_rows=2)
+    blocks = Blocks(4, SIZE)
     allocation = take(blocks, [1, 2, 3])
     blocks.release(allocation)
     with pytest.raises(Misuse, match="once"):
         blocks.release(allocation)
     blocks.check()
-    assert (blocks.num_used, blocks.num_used_rows) == (0, 0)
+    assert blocks.num_used == 0
 
 
-def test_too_few_pages_or_rows_change_nothing() -> None:
-    blocks = Blocks(4, SIZE, num_rows=1)
-    assert blocks.allocate([1], 17, reuse=1) is None
+def test_too_few_pages_change_nothing() -> None:
+    blocks = Blocks(4, SIZE)
     take(blocks, [1])
-    assert blocks.allocate([2], 1, reuse=1) is None
+    assert blocks.allocate([2], 13, reuse=1) is None
     blocks.check()
-    assert (blocks.num_used, blocks.num_used_rows) == (1, 1)
+    assert blocks.num_used == 1
 
 
 def test_kept_pages_that_a_request_shares_are_not_counted_as_free_for_it() -> None:
@@ -131,7 +130,7 @@ def test_kept_pages_that_a_request_shares_are_not_counted_as_free_for_it() -> No
 def test_every_page_is_in_one_place_whatever_happens(
     steps: list[tuple[str, list[int] | int, int]],
 ) -> None:
-    blocks = Blocks(9, SIZE, num_rows=5)
+    blocks = Blocks(9, SIZE)
     live: list[tuple[list[int], BlockAllocation]] = []
     contents: dict[int, list[int]] = {}
     for _, what, extra in steps:
@@ -152,4 +151,4 @@ def test_every_page_is_in_one_place_whatever_happens(
     for _, allocation in live:
         blocks.release(allocation)
     blocks.check()
-    assert (blocks.num_used, blocks.num_used_rows) == (0, 0)
+    assert blocks.num_used == 0

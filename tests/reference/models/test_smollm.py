@@ -12,12 +12,12 @@ import pytest
 from reference.driving import ask
 
 from kvferry.errors import InputError
-from kvferry.layout.layout import Parallel
-from kvferry.reference.engine.engine import Engine, EngineOptions
-from kvferry.reference.engine.requests import EngineRequest, FinishReason
+from kvferry.reference.engine.engine import Engine
+from kvferry.reference.engine.requests import EngineRequest
 from kvferry.reference.models.find import DEFAULT, default_model
 from kvferry.reference.models.smollm import unpermuted
 from kvferry.reference.models.tokenizer import Tokenizer
+from kvferry.reference.options import EngineOptions
 
 
 def ids(text: str) -> list[int]:
@@ -42,7 +42,7 @@ def cache(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_two_that_start_at_once_convert_once(cache: Path) -> None:
-    left = cache / f"{DEFAULT}.tmp-of-one-that-was-killed"
+    left = cache / f"{DEFAULT}.tmp"
     left.mkdir()
     with ThreadPoolExecutor() as pool:
         one, two = pool.map(default_model, [cache, cache])
@@ -80,13 +80,12 @@ def test_the_tokenizer_gives_the_tokens_of_the_original(smollm: Path) -> None:
 
 def test_one_and_three_ranks_give_the_known_answer(smollm: Path) -> None:
     answers = []
-    for parallel in (Parallel(), Parallel(tp=3)):
-        options = EngineOptions(parallel=parallel, cache_tokens=512)
-        with Engine(smollm, options) as engine:
+    for tp in (1, 3):
+        with Engine(smollm, EngineOptions(tp=tp, cache_tokens=512)) as engine:
             prompt = tuple(engine.tokenizer.chat(CAPITAL))
             answers += ask(engine, [EngineRequest(id="q", prompt=prompt, max_tokens=20)])
     for answer in answers:
         assert answer.text == "The capital of France is Paris."
-        assert answer.finish is FinishReason.STOP
+        assert answer.finish == "stop"
     assert list(prompt) == CHAT
     assert answers[0].tokens == answers[1].tokens == PARIS

@@ -91,7 +91,7 @@ def test_an_id_that_cannot_be_used_is_replaced(given: str | None) -> None:
     assert re.fullmatch("[0-9a-f]{16}", request_id(given))
 
 
-def test_an_id_goes_on_to_whoever_is_asked_next() -> None:
+def test_an_id_is_passed_on_in_headers() -> None:
     assert onward() == {}
     with about(request_id("req_1/a=b:c")):
         assert onward() == {REQUEST_HEADER: "req_1/a=b:c"}

@@ -13,7 +13,7 @@ import pytest
 from kvferry.ids import Op, SlotIndex
 from kvferry.plan import Block
 from kvferry.protocol.credits import AccountKey, CreditBook
-from kvferry.protocol.events import Action, Event, Report, Sent
+from kvferry.protocol.events import Action, Event, Report, WriteEnded
 from kvferry.protocol.handshake import TargetLinks
 from kvferry.protocol.ledger import Ledger
 from kvferry.protocol.links import Link
@@ -143,9 +143,9 @@ class KeepsInbounds(TargetLinks):
 class ClosesOnce(OutboundTransfers):
     """C7: a lost Close is not repeated."""
 
-    def repeat_close(self, outbound: OutboundTransfer) -> None:
+    def close(self, outbound: OutboundTransfer) -> None:
         if outbound.sent_at != inf:
-            super().repeat_close(outbound)
+            super().close(outbound)
         outbound.sent_at = inf
 
 
@@ -173,9 +173,9 @@ class SharesTheOnlySlot(EarlyGather):
     def reclaim(self) -> None:
         super().reclaim()
         for write in self.inflight.writes.values():
-            if write.is_reclaimed and not self.slots:
+            if write.is_reclaimed and not self.inflight.slots:
                 assert write.local_slot is not None
-                self.slots.free(write.local_slot)
+                self.inflight.slots.free(write.local_slot)
 
 
 class DiscardsTwice(PortWrapper):
@@ -194,7 +194,7 @@ class ForgetsAnEnd(SourceMachine):
     """The first write's result never reaches the machine."""
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        return [] if event == Sent(Op(1)) else super().handle(event, now)
+        return [] if event == WriteEnded(Op(1)) else super().handle(event, now)
 
 
 def source(model: ExploredModel, **parts: Any) -> ExploredModel:

@@ -71,6 +71,15 @@ def test_large_bindings_are_cut() -> None:
         assert max(len(batch.source) for batch in made) <= most
 
 
+def test_large_bindings_to_a_gpu_are_cut_by_descriptors() -> None:
+    """A GPU copies on its own, so the size of the pieces does not matter."""
+    memory = NixlMemory([Region(0, 1 << 40, GPU)])
+    assert len(make_batches(grid(128, 16 * MIB, Stride(32 * MIB, 32 * MIB)), memory, memory)) == 1
+    small = make_batches(grid(10_000, 512, Stride(1024, 2048)), memory, memory)
+    assert len(rows(small)) == 10_000
+    assert max(len(batch.source) for batch in small) <= 512
+
+
 def test_tables_have_the_shape_that_nixl_expects() -> None:
     memory = NixlMemory([Region(4096, MIB)])
     (batch,) = make_batches(binding_of([PlacedPiece(0, 8, 16)]), memory, memory)

@@ -1,7 +1,7 @@
-"""A stand-in for SGLang's kernels, which are compiled for CPUs that a test machine may not have.
+"""Stand-in for SGLang's kernels, which are compiled for CPUs that a test machine may not have.
 
-Serving text with PyTorch's own attention and sampling, SGLang 0.5.23 calls one of them. The others
-are names that can be imported and complain when they are called.
+With PyTorch's attention and sampling, SGLang calls one of them. The other names can be imported,
+and raise an error when they are called.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A stand-in for torchvision, which SGLang and transformers import and, serving text, never use.
+"""Stand-in for torchvision, which SGLang and transformers import but do not use for text.
 
-Every module below it can be imported and has whatever name is asked of it.
+Every module below it can be imported, and has every name.
 """
 
 from __future__ import annotations

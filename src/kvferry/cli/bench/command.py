@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from kvferry.cli.serve.flags import DECODE, PREFILL, add_model
+from kvferry.cli.serve.flags import add_flags as add_cluster_flags
 from kvferry.cli.sides import add_flags
 from kvferry.plan import TransferMode
 
@@ -14,8 +15,9 @@ TRANSFER_EXAMPLE = """example:
   kvferry bench transfer --transport nixl --prefill tp=1,page=16 --decode tp=2,page=16 \\
       --layers 16 --kv-heads 8 --head-dim 128 --dtype bfloat16 --tokens 4096 --mode auto --json
 
-One process per rank, fragmented pages, every byte verified. `memcpy_seconds` is a plain copy of
-the same number of bytes in the same run: the limit of this machine's memory.
+One process per rank, every byte verified. Pages are in random order unless `--pages contiguous`
+makes them consecutive on both sides. `memcpy_seconds` is a plain copy of the same number of bytes
+in the same run: the limit of this machine's memory.
 """
 
 CONTROL_EXAMPLE = """example:
@@ -73,10 +75,13 @@ def _add_transfer(kinds: argparse._SubParsersAction[Any]) -> None:
     add, modes = parser.add_argument, ["auto", *map(str, TransferMode)]
     add_flags(parser, required=True, tokens=4096)
     add("--mode", choices=modes, default="auto", help="force a mode")
+    orders = ("fragmented", "contiguous")
+    add("--pages", choices=orders, default="fragmented", help="order on both sides (fragmented)")
     add("--repeat", default="5", metavar="N", help="timed repetitions (5)")
     add("--chunk", metavar="N", help="tokens in each push (all at once)")
     add("--staging-mib", metavar="N", help="staging memory in MiB (64)")
     add("--slot-mib", metavar="N", help="size of a staging slot in MiB")
+    add("--timeline", action="store_true", help="list each step of the last repetition")
     _add_common(parser, "transfer")
 
 
@@ -129,6 +134,7 @@ def _add_compare(kinds: argparse._SubParsersAction[Any]) -> None:
         add(f"--{name}", metavar="SIDE", help=f"tp, pp, page, order, dtype ({default})")
     installed = "(the first that is installed: nixl, mooncake, shm)"
     add("--transport", metavar="NAME", help=installed)
+    add_cluster_flags(parser, "discovery")
     _add_load(parser, "compare", concurrency="1,2,4", tokens=("128", "16"), requests="8")
     # A cluster description needs these; a comparison has no flags for them.
     parser.set_defaults(host=None, port="0", key=None, policy=None, on_failure=None)

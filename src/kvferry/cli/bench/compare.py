@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,20 +22,21 @@ from kvferry.cli.bench.load import (
     plot_path,
     token_counts,
 )
+from kvferry.cli.carried import carried_by_mode
 from kvferry.cli.files import last_log_line
 from kvferry.cli.load.plot import Series
 from kvferry.cli.load.stats import Level
 from kvferry.cli.load.sweep import Load, Sweep, run_sweep
+from kvferry.cli.needs import demand_transport
 from kvferry.cli.parsing import given
 from kvferry.cli.printing import console, print_document
 from kvferry.cli.serve.flags import cluster_of
 from kvferry.errors import InputError, KvferryError
 from kvferry.plan import TransferMode
 from kvferry.plan.units import human_bytes
-from kvferry.reference.cluster.description import ClusterDescription, ModelFolder, check
+from kvferry.reference.cluster.description import ClusterDescription, check
 from kvferry.reference.cluster.launch import ClusterLaunch
-from kvferry.reference.cluster.needs import demand_transport
-from kvferry.reference.models.find import find_model
+from kvferry.reference.models.find import ModelFolder, find_model
 from kvferry.transports.registry import available, ready_transports
 
 # Those that can stage first; shm is always available.
@@ -66,25 +66,18 @@ class Variant(NamedTuple):
 
 
 class VariantResult(NamedTuple):
-    """A variant's sweep, or the error that prevented it."""
+    """A variant's sweep, or the error that prevented it; ``modes`` has the bytes by mode."""
 
     variant: Variant
     sweep: Sweep | None
     error: str | None
     seconds: float
+    modes: dict[str, int]
 
     @property
     def levels(self) -> list[Level]:
         """The measured levels."""
         return self.sweep.levels if self.sweep else []
-
-    @property
-    def modes(self) -> dict[str, int]:
-        """Number of requests by the mode that carried them."""
-        modes = Counter[str]()
-        for level in self.levels:
-            modes.update(level.modes)
-        return dict(modes)
 
     @property
     def num_bytes(self) -> int:
@@ -141,7 +134,7 @@ def _default_transport() -> str:
 def variants_of(cluster: ClusterDescription, load: Load, *, can_stage: bool) -> list[Variant]:
     """Return equal layouts first, then the given prefill with each transfer mode."""
     (prefill,), (decode,) = cluster.prefill, cluster.decode
-    if prefill.parallel == decode.parallel:
+    if prefill.tp == decode.tp:
         raise InputError("both sides shard alike, so there is nothing to compare; change --prefill")
     at_once = max(load.concurrency)
     cache_tokens = 2 * at_once * (load.input_tokens + load.output_tokens)
@@ -166,17 +159,19 @@ def measure(
     """Start a cluster, sweep it, and stop it; an error ends only this variant."""
     began = time.monotonic()
     sweep, error = None, None
+    modes: dict[str, int] = {}
     with tempfile.TemporaryFile() as log, progress:
         try:
-            with ClusterLaunch(stderr=log) as launch:
+            with ClusterLaunch(output=log) as launch:
                 progress.show("starting")
                 url = launch.start_all(variant.cluster, model, lambda *_: None)
                 sweep = run_sweep(url, load, progress)
+                modes = carried_by_mode(launch)
                 progress.show("stopping")
             error = sweep.failure
         except KvferryError as problem:
             error = f"{problem}{last_log_line(log)}"
-    return VariantResult(variant, sweep, error, time.monotonic() - began)
+    return VariantResult(variant, sweep, error, time.monotonic() - began, modes)
 
 
 # ---------------------------------------------------------------- output
@@ -225,11 +220,5 @@ def _summary(result: VariantResult) -> str:
     heading = f"{result.variant.name}: {result.variant.sides}"
     if result.sweep is None:
         return f"{heading}: failed"
-    modes = [f"{count} by {mode}" for mode, count in result.modes.items()]
-    answered = sum(level.requests - level.failed for level in result.levels)
-    unknown = answered - sum(result.modes.values())
-    if unknown:
-        # Decode asks prefill for the mode, and does not wait long for the answer.
-        modes.append(f"{unknown} by an unknown mode")
-    carried = human_bytes(result.num_bytes)
-    return f"{heading}; {carried} in all; requests: {', '.join(modes) or 'none'}"
+    modes = [f"{human_bytes(size)} as {mode}" for mode, size in result.modes.items()]
+    return f"{heading}; carried: {', '.join(modes) or 'nothing'}"

@@ -10,12 +10,12 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from kvferry.cli.needs import demand_transport
 from kvferry.cli.parsing import show, whole
 from kvferry.cli.printing import print_document
 from kvferry.errors import InputError
 from kvferry.layout import Layout, Parallel, attention
 from kvferry.plan import Request
-from kvferry.reference.cluster.needs import demand_transport
 from kvferry.regions import Device
 from kvferry.testing.fleet import Fleet, FleetSide
 

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,6 +16,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
+from kvferry.cli.bench.timeline import TimelineStep, print_timeline, timeline_of
+from kvferry.cli.needs import demand_transport
 from kvferry.cli.parsing import whole
 from kvferry.cli.printing import EXIT_REFUSED, print_document, print_refusal
 from kvferry.cli.sides import Sides, both_sides, read_side, read_spec
@@ -23,7 +26,6 @@ from kvferry.errors import InputError, Refused
 from kvferry.plan import PRESETS, Plan, Request, TransferMode, check, estimate, reshard
 from kvferry.plan.units import MIB, human_bytes, human_seconds
 from kvferry.protocol.outcome import Status
-from kvferry.reference.cluster.needs import demand_transport
 from kvferry.regions import Device
 from kvferry.testing.fleet import Fleet, FleetSide, RankProcess
 
@@ -31,6 +33,13 @@ TIMEOUT_S = 120.0
 READY_S = 30.0
 # Every source has received its command to push by then.
 START_S = 5e-3
+
+
+class PageOrder(StrEnum):
+    """The pages of the request on both sides: in random order, or consecutive."""
+
+    FRAGMENTED = "fragmented"
+    CONTIGUOUS = "contiguous"
 
 
 class TransferReport(msgspec.Struct, kw_only=True):
@@ -42,6 +51,7 @@ class TransferReport(msgspec.Struct, kw_only=True):
     decode: str
     device: str
     tokens: int
+    pages: str
     mode: str
     bytes: int
     seconds: dict[str, Any]
@@ -52,6 +62,7 @@ class TransferReport(msgspec.Struct, kw_only=True):
     pieces: int
     staging_bytes: int
     verified: bool
+    timeline: list[TimelineStep] = []
 
 
 class TransferJob(NamedTuple):
@@ -64,6 +75,8 @@ class TransferJob(NamedTuple):
     chunk: int
     repeat: int
     config: EndpointConfig
+    pages: PageOrder
+    timeline: bool = False
 
 
 def run(args: argparse.Namespace) -> int:
@@ -107,7 +120,9 @@ def _read(args: argparse.Namespace) -> TransferJob | int:
     config = msgspec.structs.replace(EndpointConfig(mode=mode, deadline_s=TIMEOUT_S), **sizes)
     chunk = whole("--chunk")(args.chunk) if args.chunk else request.num_tokens
     repeat = whole("--repeat")(args.repeat)
-    return TransferJob(plan, request, args.transport, args.device, chunk, repeat, config)
+    pages = PageOrder(args.pages)
+    where = args.transport, args.device
+    return TransferJob(plan, request, *where, chunk, repeat, config, pages, args.timeline)
 
 
 # ---------------------------------------------------------------- measuring
@@ -122,7 +137,10 @@ def measure(job: TransferJob, *, show: bool) -> TransferReport:
     ]
     with Progress(transient=True, disable=not show, console=Console(stderr=True)) as progress:
         task = progress.add_task("starting a process per rank", total=job.repeat + 3)
-        with Fleet(*sides, transport=job.transport, device=job.device) as fleet:
+        fragmented = job.pages is PageOrder.FRAGMENTED
+        with Fleet(
+            *sides, transport=job.transport, device=job.device, fragmented=fragmented
+        ) as fleet:
             transfer = _RepeatedTransfer(
                 job, fleet, lambda text: progress.update(task, description=text)
             )
@@ -141,7 +159,9 @@ def measure(job: TransferJob, *, show: bool) -> TransferReport:
             pieces, num_bytes = map(operator.sub, transfer.carried(), before)
             # The mode that carried most of the bytes.
             mode = max(TransferMode, key=lambda mode: num_bytes[mode])
-            timed = _TimedTransfers(first_s, all_s, copies_s, pieces.total(), mode, good)
+            timed = _TimedTransfers(
+                first_s, all_s, copies_s, pieces.total(), mode, good, transfer.timeline
+            )
             return _report(job, fleet, timed)
 
 
@@ -168,6 +188,8 @@ class _RepeatedTransfer:
         self._fleet = fleet
         self._targets = fleet.targets["decode"]
         self._show = show
+        # Steps of the latest transfer, if the job asks for them.
+        self.timeline: list[TimelineStep] = []
 
     def carry(self, number: int, *, verify: bool) -> tuple[float, bool]:
         """Return the seconds from the common push to the last target's end, and the verdict.
@@ -198,6 +220,8 @@ class _RepeatedTransfer:
             problems = fleet.all(self._targets, "problem", room, number, job.request)
             good = not any(problems)
         fleet.all([*self._targets, *fleet.sources], "wait_released", room, TIMEOUT_S)
+        if job.timeline:
+            self.timeline = timeline_of(fleet.all(fleet.ranks, "trace", room), began)
         fleet.forget(room, "decode")
         return ended - began, good
 
@@ -229,6 +253,7 @@ class _TimedTransfers(NamedTuple):
     num_pieces: int
     mode: TransferMode
     verified: bool
+    timeline: list[TimelineStep]
 
 
 def _report(job: TransferJob, fleet: Fleet, timed: _TimedTransfers) -> TransferReport:
@@ -242,6 +267,7 @@ def _report(job: TransferJob, fleet: Fleet, timed: _TimedTransfers) -> TransferR
         decode=str(job.plan.target),
         device=job.device,
         tokens=job.request.num_tokens,
+        pages=str(job.pages),
         mode=str(timed.mode),
         bytes=num_bytes,
         seconds={"median": median, "all": timed.all_s},
@@ -252,6 +278,7 @@ def _report(job: TransferJob, fleet: Fleet, timed: _TimedTransfers) -> TransferR
         pieces=timed.num_pieces // job.repeat,
         staging_bytes=max(fleet.all(fleet.ranks, "staging_bytes")),
         verified=timed.verified,
+        timeline=timed.timeline,
     )
 
 
@@ -259,6 +286,7 @@ def _print(report: TransferReport) -> None:
     all_s = report.seconds["all"]
     spread = f"{human_seconds(min(all_s))} to {human_seconds(max(all_s))}"
     print(f"{report.prefill}  →  {report.decode}, {report.tokens} tokens over {report.chosen}")
+    print(f"  pages are {report.pages}")
     print(f"  {human_bytes(report.bytes)} by {report.mode} in {report.pieces:,} pieces")
     print(f"  {human_seconds(report.seconds['median'])} ({spread}), {report.gb_per_s:.2f} GB/s")
     print(f"  first transfer {human_seconds(report.first_seconds)}")
@@ -268,3 +296,4 @@ def _print(report: TransferReport) -> None:
     )
     print(f"  staging {human_bytes(report.staging_bytes)} for each endpoint at most")
     print("  every byte was right" if report.verified else "  BYTES WERE WRONG")
+    print_timeline(report.timeline)

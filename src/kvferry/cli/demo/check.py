@@ -37,9 +37,10 @@ def compare(
     folder: Path, answers: Sequence[Answer], max_tokens: int, dtype: DType, device: str = "cpu"
 ) -> list[CheckedAnswer]:
     """Run every question in this process alone, and pair the answers."""
-    # Imports torch, which the demo's start need not wait for.
-    from kvferry.reference.engine.engine import Engine, EngineOptions  # noqa: PLC0415
+    # Imports torch, which would delay the start of the demo.
+    from kvferry.reference.engine.engine import Engine  # noqa: PLC0415
     from kvferry.reference.engine.requests import EngineRequest, Produced  # noqa: PLC0415
+    from kvferry.reference.options import EngineOptions  # noqa: PLC0415
 
     options = EngineOptions(
         dtype=dtype, device=device, cache_tokens=CACHE_TOKENS, prefix_cache=False

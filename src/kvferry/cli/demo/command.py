@@ -19,6 +19,7 @@ EXAMPLE = """example:
   kvferry demo --prefill tp=1 --decode tp=3
   kvferry demo --prefill tp=3 --decode tp=9    three ranks for each of three heads
   kvferry demo --transport nixl --json
+  kvferry demo --discovery etcd://127.0.0.1:2379/k     over an etcd cluster that runs already
 
 exit status: 0 if every token is the same as in a single process, 1 if not, 2 bad input.
 """
@@ -36,7 +37,8 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
         "questions at once, and compare the answers token by token with a single process.",
         epilog=EXAMPLE,
     )
-    add_flags(parser, "model", "tiny", "prefill", "decode", "transport", "device", "json")
+    add_flags(parser, "model", "tiny", "prefill", "decode", "transport", "device", "discovery")
+    add_flags(parser, "json")
     parser.add_argument("--tokens", default="32", metavar="N", help="longest answer (32)")
     # Flags of ``serve`` that the cluster's description reads.
     parser.set_defaults(run=run, host=None, port="0", key=None)
@@ -45,6 +47,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Start a cluster, ask, stop it, compare, and print the results."""
+    from kvferry.cli.carried import carried_by_mode  # noqa: PLC0415
     from kvferry.cli.demo.ask import ask_all  # noqa: PLC0415
     from kvferry.cli.demo.check import compare  # noqa: PLC0415
     from kvferry.cli.demo.output import DemoOutput, as_document  # noqa: PLC0415
@@ -65,21 +68,23 @@ def run(args: argparse.Namespace) -> int:
     check(cluster, model)
     began = time.monotonic()
     parts = ", ".join(f"{one.name} ({one.section})" for one in cluster.workers())
-    output.step(f"starting discovery, {parts}, router; transport {cluster.transport}")
+    first = "" if cluster.discovery.existing else "discovery, "
+    output.step(f"starting {first}{parts}, router; transport {cluster.transport}")
     with tempfile.TemporaryFile() as log:
         try:
-            with ClusterLaunch(stderr=log) as launch:
+            with ClusterLaunch(output=log) as launch:
                 url = launch.start_all(
                     cluster, model, lambda name, url: output.step(f"{name} is ready on {url}")
                 )
                 output.step("asking, all at once")
                 answers = ask_all(url, max_tokens, output.answer)
+                carried = carried_by_mode(launch)
         except PartFailed as error:
             raise PartFailed(f"{error}{last_log_line(log)}") from None
     # Only now, so that decode cannot have its answers from the single process.
     output.step("everything is stopped; now the same in a single process")
     results = compare(model.folder, answers, max_tokens, decode.dtype, decode.device)
-    document = as_document(cluster, model, results, time.monotonic() - began)
+    document = as_document(cluster, model, results, carried, time.monotonic() - began)
     output.results(results, document)
     if args.json:
         print(msgspec.json.encode(document).decode())

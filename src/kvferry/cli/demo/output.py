@@ -15,7 +15,8 @@ from rich.table import Table
 from kvferry.cli.demo.ask import Answer
 from kvferry.cli.demo.check import CheckedAnswer
 from kvferry.plan.units import human_bytes, human_seconds
-from kvferry.reference.cluster.description import ClusterDescription, ModelFolder
+from kvferry.reference.cluster.description import ClusterDescription
+from kvferry.reference.models.find import ModelFolder
 
 SHOWN_QUESTION = 60
 
@@ -45,8 +46,8 @@ class DemoOutput:
     def results(self, results: Sequence[CheckedAnswer], document: dict[str, Any]) -> None:
         """Print what was transferred for each request, and whether the answers are right."""
         table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-        for name in ("request", "prompt", "answer", "carried", "mode", "cache there", "TTFT"):
-            table.add_column(name, justify="left" if name == "mode" else "right")
+        for name in ("request", "prompt", "answer", "carried", "cache there", "TTFT"):
+            table.add_column(name, justify="right")
         table.add_column("exact")
         for number, result in enumerate(results):
             answer, report = result.answer, result.answer.report
@@ -55,7 +56,6 @@ class DemoOutput:
                 str(answer.usage.get("prompt_tokens", "?")),
                 str(len(answer.tokens)),
                 human_bytes(report["bytes"]) if "bytes" in report else "-",
-                str(report.get("mode") or "-"),
                 human_seconds(report["seconds"]) if "seconds" in report else "-",
                 human_seconds(answer.ttft_s) if answer.ttft_s is not None else "-",
                 _mark(result),
@@ -79,9 +79,10 @@ def _mark(result: CheckedAnswer) -> str:
 
 
 def _verdict(results: Sequence[CheckedAnswer], document: dict[str, Any]) -> str:
+    carried = [f"{human_bytes(size)} as {mode}" for mode, size in document["modes"].items()]
     what = escape(
         f"{document['prefill']} → {document['decode']} over {document['transport']}: "
-        f"{human_bytes(document['bytes'])} for {len(results)} requests"
+        f"{', '.join(carried) or 'nothing carried'} for {len(results)} requests"
     )
     if document["token_exact"]:
         same = "every token is the same as in a single process"
@@ -94,9 +95,10 @@ def as_document(
     cluster: ClusterDescription,
     model: ModelFolder,
     results: Sequence[CheckedAnswer],
+    modes: dict[str, int],
     seconds: float,
 ) -> dict[str, Any]:
-    """Return the JSON document. ``mode`` lists all modes, ``ttft_s`` is the median."""
+    """Return the JSON document. ``modes`` has the bytes by transfer mode, ``ttft_s`` the median."""
     requests = [_request(result) for result in results]
     times = [one["ttft_s"] for one in requests if one["ttft_s"] is not None]
     return {
@@ -105,7 +107,7 @@ def as_document(
         "decode": " + ".join(str(section) for section in cluster.decode),
         "transport": cluster.transport,
         "token_exact": bool(results) and all(result.exact for result in results),
-        "mode": ", ".join(sorted({one["mode"] for one in requests if one["mode"]})),
+        "modes": modes,
         "bytes": sum(one["bytes"] or 0 for one in requests),
         "ttft_s": statistics.median(times) if times else None,
         "seconds": seconds,
@@ -122,7 +124,7 @@ def _request(result: CheckedAnswer) -> dict[str, Any]:
         "tokens": answer.tokens,
         "token_exact": result.exact,
         "differs_at": result.differs_at,
-        **{name: report.get(name) for name in ("source", "mode", "bytes", "prefix")},
+        **{name: report.get(name) for name in ("source", "bytes", "prefix")},
         "transfer_s": report.get("seconds"),
         "ttft_s": answer.ttft_s,
         "total_s": answer.total_s,

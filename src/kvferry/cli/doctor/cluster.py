@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import email.utils
 import http.client
+import secrets
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -16,13 +17,15 @@ import zmq
 from kvferry.cli.doctor import Area, DoctorRequest, Finding
 from kvferry.cli.parsing import whole
 from kvferry.cli.sides import Sides, both_sides, read_side, read_spec
-from kvferry.discovery.http.backend import HttpDiscovery
+from kvferry.discovery.address import ETCD, STATIC
+from kvferry.discovery.client import discovery_at
 from kvferry.discovery.records import DiscoveryError, DiscoveryFault
+from kvferry.discovery.status_page import find_status_url, web_record
 from kvferry.endpoint.control.sockets import ControlClient, ControlServer
 from kvferry.errors import InputError, Reason, Refused
 from kvferry.memory.staging import slots_for
 from kvferry.plan import Estimate, Plan, Request, TransferMode, check, estimate, reshard
-from kvferry.plan.cost import DEFAULT_BUDGET_BYTES, default_link_cost, preset_for, slots_on
+from kvferry.plan.cost import default_link_cost, preset_for, slots_on
 from kvferry.plan.units import human_bytes, human_seconds
 from kvferry.regions import HOST, Device
 from kvferry.security.keys import KEY_FILE_VARIABLE, ClusterKey
@@ -30,8 +33,8 @@ from kvferry.security.signing import TOLERANCE_S
 
 CONTROL, LAYOUTS = Area("control"), Area("layouts")
 REPLY_LIMIT_S = 3.0
-# No instance registers under this name, so asking for it changes nothing.
-PROBE_INSTANCE = "kvferry-doctor"
+# How long the probe stays in etcd if it cannot be withdrawn.
+PROBE_LEASE_S = 10.0
 # Far below the tolerance of signatures, and above what a synchronised clock differs by.
 ODD_CLOCK_S = 30.0
 
@@ -102,23 +105,43 @@ def check_discovery(url: str, key: ClusterKey | None) -> Iterator[Finding]:
     except DiscoveryError as error:
         # The sentence of an unreachable service has no remedy of its own.
         has_remedy = "; " in str(error) and error.fault is not DiscoveryFault.UNREACHABLE
-        remedy = f"start it with `kvferry serve discovery`, or check that it listens on {url}"
+        remedy = (
+            "check its members with `etcdctl endpoint health`"
+            if url.startswith(ETCD)
+            else f"start it with `kvferry serve discovery`, or check that it listens on {url}"
+        )
         yield CONTROL.problem("discovery", str(error), "" if has_remedy else remedy)
         return
+    except InputError as error:
+        yield CONTROL.problem("discovery", str(error))
+        return
     took = human_seconds(time.monotonic() - begin)
+    if url.startswith(ETCD):
+        yield CONTROL.ok("discovery", f"etcd takes and removes a registration in {took}")
+        yield from _check_status_service(url, key)
+        return
     accepted = " and takes the key" if key else ""
     yield CONTROL.ok("discovery", f"{url} answers in {took}{accepted}")
+    if url.startswith(STATIC):
+        return
     difference_s = _clock_difference_s(url)
     if difference_s is not None:
         yield judge_clock_difference(difference_s)
 
 
 async def _ask_discovery(url: str, key: ClusterKey | None) -> None:
-    """Ask for an instance that does not exist; "incomplete" is the right answer."""
-    discovery = HttpDiscovery(url, key)
+    """Ask for an instance that does not exist; "incomplete" is the right answer.
+
+    In etcd, where users may have few rights, also register and withdraw it.
+    """
+    discovery = discovery_at(url, key)
+    probe = web_record(f"doctor-{secrets.token_hex(8)}@kvferry", "", 0)
     try:
         async with asyncio.timeout(REPLY_LIMIT_S):
-            await discovery.watch(PROBE_INSTANCE, "", 0.0)
+            if url.startswith(ETCD):
+                await discovery.register(probe, PROBE_LEASE_S)
+                await discovery.withdraw(probe)
+            await discovery.watch(probe.instance, "", 0.0)
     except TimeoutError:
         raise DiscoveryError(
             DiscoveryFault.SLOW, f"{url} does not answer within {REPLY_LIMIT_S:g} s"
@@ -128,6 +151,23 @@ async def _ask_discovery(url: str, key: ClusterKey | None) -> None:
             raise
     finally:
         await discovery.close()
+
+
+def _check_status_service(url: str, key: ClusterKey | None) -> Iterator[Finding]:
+    """Note it if nobody shows the status of this cluster."""
+
+    async def find() -> str:
+        discovery = discovery_at(url, key)
+        try:
+            return await find_status_url(discovery)
+        finally:
+            await discovery.close()
+
+    try:
+        yield CONTROL.ok("status page", asyncio.run(find()))
+    except DiscoveryError as error:
+        detail, _, remedy = str(error).partition("; ")
+        yield CONTROL.note("status page", detail, remedy)
 
 
 def _clock_difference_s(url: str) -> float | None:
@@ -235,9 +275,10 @@ def _transfer_mode(pairing: Pairing) -> Finding:
     return LAYOUTS.ok("mode", f"{detail} ({others})" if others else detail)
 
 
-def judge_staging(pairing: Pairing, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Finding:
+def judge_staging(pairing: Pairing, budget_bytes: int | None = None) -> Finding:
     """Judge whether staging memory of this size is used, and whether it suffices."""
-    costs, shown, rule = pairing.costs, human_bytes(budget_bytes), slots_on(pairing.device)
+    costs, rule = pairing.costs, slots_on(pairing.device)
+    shown = human_bytes(rule.budget_bytes if budget_bytes is None else budget_bytes)
     if costs.link_cost.maps_peer:
         return LAYOUTS.ok("staging", "none: this transport copies straight into place")
     staged_bytes = costs.carried(TransferMode.STAGED)

@@ -32,6 +32,7 @@ EXAMPLE = """example:
   kvferry doctor                                   is this machine fit for shm?
   kvferry doctor --transport nixl --device cuda    ... for NIXL with pools on GPUs?
   kvferry doctor --discovery http://10.0.0.1:7077 --key cluster.key
+  kvferry doctor --discovery etcd://10.0.0.1:2379/kvferry
   kvferry doctor --transport nixl --prefill tp=4,page=16 --decode tp=1 \\
       --layers 64 --kv-heads 8 --head-dim 128      ... and do these two layouts fit?
 
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         # Sockets and transports import slowly, and other commands do not need them.
         from kvferry.cli.doctor.cluster import read_pairing  # noqa: PLC0415
-        from kvferry.discovery.http.backend import HttpDiscovery  # noqa: PLC0415
+        from kvferry.discovery.address import check_discovery_url  # noqa: PLC0415
     except ImportError as error:
         raise InputError(
             f"a package that kvferry needs is missing or broken ({error}); "
@@ -92,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         key_file=given("--key", args.key),
     )
     if request.discovery is not None:
-        HttpDiscovery(request.discovery)  # Raises InputError for a malformed address.
+        check_discovery_url(request.discovery)
     pairing = read_pairing(args, request)
     with Console(stderr=True, quiet=args.json).status("checking this machine"):
         findings = examine(request, pairing)

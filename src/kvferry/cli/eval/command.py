@@ -53,7 +53,7 @@ def _add_gsm8k(kinds: argparse._SubParsersAction[Any]) -> None:
     add("--api-key", metavar="KEY", help="(default: $OPENAI_API_KEY, or none)")
     add("--max-tokens", default="512", metavar="N", help="longest answer (512)")
     add("--deadline", default="600", metavar="S", help="seconds for a question (600)")
-    add("--log", metavar="FILE", help="a line for each question (gsm8k-DATE-TIME.jsonl, here)")
+    add("--log", metavar="FILE", help="a new file, a line a question (gsm8k-DATE-TIME.jsonl)")
     add("--json", action="store_true", help="print one JSON document")
     parser.set_defaults(run=run_gsm8k)
 

@@ -6,7 +6,6 @@ number, because leaving out a problem would change the score.
 
 from __future__ import annotations
 
-import stat
 from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -14,11 +13,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvferry.cli.eval.score import stated_number
+from kvferry.cli.eval.numbers import stated_number
 from kvferry.errors import InputError
 
-# The data set has 5 MB; a much larger file is something else.
-MAX_BYTES = 64 << 20
 FORM = '{"question": "...", "answer": "... #### 42"}'
 
 
@@ -46,19 +43,14 @@ class _Line(msgspec.Struct, frozen=True):
     answer: str
 
 
-_LINES = msgspec.json.Decoder(_Line)
-
-
 def read_problems(name: str) -> tuple[Problem, ...]:
     """Return all problems of a file, in its order, without empty lines."""
     try:
-        content = _read(Path(name))
+        # Not splitlines, which also splits at line separators inside a text.
+        lines = Path(name).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(f"cannot read {name!r}: {reason}; check the path") from None
-    lines = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
     found = tuple(
         _problem(line, number, name) for number, line in enumerate(lines, 1) if line.strip()
     )
@@ -67,27 +59,12 @@ def read_problems(name: str) -> tuple[Problem, ...]:
     return found
 
 
-def _read(path: Path) -> bytes:
-    # Before opening, because opening a pipe waits for a writer, and a device may have no end.
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise InputError(f"{str(path)!r} is not a file; give one with a line {FORM} a problem")
-    with path.open("rb") as file:
-        content = file.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise InputError(f"{str(path)!r} is above {MAX_BYTES >> 20} MiB; check the path")
-    return content
-
-
-def _problem(line: bytes, number: int, name: str) -> Problem:
+def _problem(line: str, number: int, name: str) -> Problem:
     where = f"line {number} of {name!r}"
     try:
-        found = _LINES.decode(line)
-    except msgspec.ValidationError as error:
+        found = msgspec.json.decode(line, type=_Line)
+    except (msgspec.DecodeError, RecursionError) as error:
         raise InputError(f"{where} is not a problem ({error}); it must be {FORM}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"{where} is not JSON ({error}); it must be {FORM}") from None
-    if not found.question.strip():
-        raise InputError(f"{where} has an empty question; it must be {FORM}")
     expected = stated_number(found.answer)
     if expected is None:
         raise InputError(f"{where}: the answer does not end in '#### ' and a number, as in {FORM}")
@@ -107,30 +84,27 @@ def make_quiz(
     the first ``num`` questions are asked; None means all.
     """
     source = problems if train is None else train
-    if len(source) < num_shots + (train is None):
-        which = "--data" if train is None else "--train"
-        more = " and a question to ask" if train is None else ""
-        raise InputError(
-            f"{num_shots} shots{more} need more than the {len(source)} problems that {which} has; "
-            f"lower --shots"
-        )
     shots = tuple(source[:num_shots])
     rest = tuple(problems[num_shots:] if train is None else problems)
-    if num is not None and num > len(rest):
-        behind = f" behind its {num_shots} shots" if train is None and num_shots else ""
+    if len(shots) < num_shots or not rest:
         raise InputError(
-            f"--num {num} is more than the {len(rest)} questions that --data has{behind}; lower it"
+            f"{num_shots} shots and a question to ask are more than the {len(source)} problems of "
+            f"{'--data' if train is None else '--train'}; lower --shots"
         )
-    asked = rest[:num]
+    if num is not None and num > len(rest):
+        raise InputError(
+            f"--num {num} is more than the {len(rest)} questions that --data has without the "
+            f"shots; lower it"
+        )
     known = {shot.question for shot in shots}
-    for problem in asked:
+    for problem in rest[:num]:
         # A prompt that has the answer measures nothing.
         if problem.question in known:
             raise InputError(
                 f"the question in line {problem.line} of --data is also one of the shots, with "
                 f"its answer; remove it, or take the shots from another file with --train"
             )
-    return Quiz(shots, asked)
+    return Quiz(shots, rest[:num])
 
 
 # ---------------------------------------------------------------- prompts
@@ -149,31 +123,17 @@ def completion_text(shots: Sequence[Problem], question: str) -> str:
 
 def chat_messages(shots: Sequence[Problem], question: str) -> list[dict[str, str]]:
     """Return the conversation: a user turn and an assistant turn for each shot."""
-    messages = []
-    for shot in shots:
-        messages.append(_user(shot.question))
-        messages.append({"role": "assistant", "content": shot.answer})
-    return [*messages, _user(question)]
+    turns = [(shot.question, shot.answer) for shot in shots] + [(question, "")]
+    return [
+        {"role": role, "content": content}
+        for asked, answer in turns
+        for role, content in (("user", f"{asked}\n\n{INSTRUCTION}"), ("assistant", answer))
+        if content
+    ]
 
 
-def _user(question: str) -> dict[str, str]:
-    return {"role": "user", "content": f"{question}\n\n{INSTRUCTION}"}
-
-
-def request_body(
-    shots: Sequence[Problem], question: str, *, chat: bool, model: str, max_tokens: int
-) -> dict[str, Any]:
-    """Return a greedy, streamed request with only the fields that every server accepts."""
-    asked: dict[str, Any]
+def prompt_of(shots: Sequence[Problem], question: str, *, chat: bool) -> dict[str, Any]:
+    """Return the prompt's fields of a request body."""
     if chat:
-        asked = {"messages": chat_messages(shots, question)}
-    else:
-        asked = {"prompt": completion_text(shots, question), "stop": list(STOPS)}
-    return {
-        "model": model,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        **asked,
-    }
+        return {"messages": chat_messages(shots, question)}
+    return {"prompt": completion_text(shots, question), "stop": list(STOPS)}

@@ -6,16 +6,19 @@ separately; the score is of the answered questions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from typing import Any
 
 import msgspec
 
+from kvferry.cli.eval.numbers import answered_number
 from kvferry.cli.eval.problems import Problem
-from kvferry.cli.eval.score import answered_number, standard_error
 from kvferry.cli.load.client import LoadReply
 from kvferry.cli.load.stats import Spread, spread
+from kvferry.cli.parsing import one_line
+from kvferry.plan.units import human_seconds
 
 
 class QuestionOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,18 +43,12 @@ class QuestionOutcome(msgspec.Struct, frozen=True, kw_only=True):
     kvferry: dict[str, Any] = {}
 
 
-class SharedReason(msgspec.Struct, frozen=True):
-    """The questions that failed for one reason, by their lines in the data."""
-
-    reason: str
-    lines: tuple[int, ...]
-
-
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
     """The score and the cost of all questions that have ended.
 
     ``cut`` answers reached the length limit and ``no_number`` answers have no number; both count
-    as answered. ``standard_error`` is sqrt(p (1 - p) / n) with n = ``answered``.
+    as answered. ``standard_error`` is sqrt(p (1 - p) / n) with n = ``answered``. ``failures`` has
+    the lines of the questions that failed for each reason.
     """
 
     asked: int
@@ -66,7 +63,7 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
     output_tokens_per_s: float
     seconds: float
-    failures: tuple[SharedReason, ...]
+    failures: dict[str, list[int]]
 
 
 def judge(problem: Problem, reply: LoadReply) -> QuestionOutcome:
@@ -93,29 +90,48 @@ def tally(outcomes: Sequence[QuestionOutcome], seconds: float) -> Tally:
     """Return the score of all outcomes; ``seconds`` is the duration of the run."""
     answered = [one for one in outcomes if not one.error]
     right = sum(one.right is True for one in answered)
+    score = right / len(answered) if answered else None
     tokens = sum(one.output_tokens for one in answered)
+    failures: dict[str, list[int]] = {}
+    for one in outcomes:
+        if one.error:
+            failures.setdefault(one.error, []).append(one.line)
     return Tally(
         asked=len(outcomes),
         answered=len(answered),
         failed=len(outcomes) - len(answered),
         right=right,
-        score=right / len(answered) if answered else None,
-        standard_error=standard_error(right, len(answered)) if answered else None,
+        score=score,
+        standard_error=None if score is None else math.sqrt(score * (1 - score) / len(answered)),
         no_number=sum(one.got is None for one in answered),
         cut=sum(one.finish == "length" for one in answered),
         latency_s=spread(one.total_s for one in answered),
         output_tokens=tokens,
         output_tokens_per_s=tokens / seconds if seconds > 0 else 0.0,
         seconds=seconds,
-        failures=failures_of(outcomes),
+        failures=failures,
     )
 
 
-def failures_of(outcomes: Sequence[QuestionOutcome]) -> tuple[SharedReason, ...]:
-    """Return the failures by reason, the most frequent first."""
-    lines: dict[str, list[int]] = {}
-    for one in outcomes:
-        if one.error:
-            lines.setdefault(one.error, []).append(one.line)
-    found = [SharedReason(reason, tuple(sorted(which))) for reason, which in lines.items()]
-    return tuple(sorted(found, key=lambda failure: -len(failure.lines)))
+def report_lines(totals: Tally) -> Iterator[tuple[str, str]]:
+    """Yield the score and the costs for people, as pairs of a name and a text."""
+    score = "unknown, because no question was answered"
+    if totals.answered:
+        score = (
+            f"{totals.score:.3f} ± {totals.standard_error:.3f}  ({totals.right} of "
+            f"{totals.answered} right; ± is the standard error of the mean, sqrt(p(1-p)/n))"
+        )
+    yield "score", score
+    if totals.latency_s is not None:
+        p50, p99 = human_seconds(totals.latency_s.p50), human_seconds(totals.latency_s.p99)
+        yield "latency", f"p50 {p50}, p99 {p99}"
+    tokens = f"{totals.output_tokens:,} tokens, {totals.output_tokens_per_s:.1f} tokens/s"
+    yield "output", f"{tokens}, {human_seconds(totals.seconds)} in all"
+    if totals.cut:
+        yield "cut", f"{totals.cut} at --max-tokens"
+    if totals.no_number:
+        yield "no number", f"{totals.no_number}, counted as wrong"
+    if totals.failed:
+        yield "failed", f"{totals.failed} of {totals.asked}, which the score leaves out"
+    for reason, lines in totals.failures.items():
+        yield "", f"lines {', '.join(map(str, lines[:10]))}: {one_line(reason)}"

@@ -24,7 +24,7 @@ COMPLETIONS = "/v1/completions"
 CONNECT_S = 30.0
 SHOWN = 200
 # A stream without end must not fill the memory.
-MAX_BODY_BYTES = 64 << 20
+MAX_EVENT_BYTES = 64 << 20
 
 
 class _Text(msgspec.Struct):
@@ -49,6 +49,14 @@ class _ReplyDocument(msgspec.Struct):
     message: Any = None
     detail: Any = None
 
+    @property
+    def error_text(self) -> str:
+        """The sentence of an error document, in any of the forms that servers use."""
+        error = self.error
+        if isinstance(error, dict):
+            error = error.get("message") or error.get("code")
+        return str(error or self.message or self.detail or "")
+
 
 @dataclass(slots=True, kw_only=True)
 class LoadReply:
@@ -65,10 +73,14 @@ class LoadReply:
     finish: str = ""
     error: str = ""
     began: float = 0.0
-    ttft_s: float | None = None
     total_s: float = 0.0
     stamps: list[float] = field(default_factory=list)
     status: int = 0
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds until the first text or token; None without any."""
+        return self.stamps[0] if self.stamps else None
 
     @property
     def output_tokens(self) -> int:
@@ -82,40 +94,31 @@ class LoadReply:
         counted = self.usage.get("prompt_tokens")
         return counted if isinstance(counted, int) else None
 
-    def _add(self, document: _ReplyDocument, seconds: float) -> None:
+    def _add(self, document: _ReplyDocument) -> None:
         if document.error:
-            self.error = _error_in(document) or "an error without a reason"
-            return
+            raise _UnusableReply(document.error_text or "an error without a reason")
         self.report = document.kvferry or self.report
         self.usage = document.usage or self.usage
-        has_output = False
+        before = len(self.text) + len(self.tokens)
         for choice in document.choices or ():
             content = choice.delta or choice.message or _Text()
-            text, tokens = choice.text or content.content or "", choice.token_ids or []
-            self.text += text
-            self.tokens += tokens
+            self.text += choice.text or content.content or ""
+            self.tokens += choice.token_ids or []
             self.finish = choice.finish_reason or self.finish
-            has_output = has_output or bool(text or tokens)
-        if has_output:
-            self.stamps.append(seconds)
-            self.ttft_s = seconds if self.ttft_s is None else self.ttft_s
+        if len(self.text) + len(self.tokens) > before:
+            self.stamps.append(time.monotonic() - self.began)
 
 
-# ---------------------------------------------------------------- sessions
+class _UnusableReply(Exception):
+    """A reply that cannot be used; the message is for people."""
 
 
 def session_for(url: str, *, api_key: str | None = None) -> aiohttp.ClientSession:
     """Return a session with this endpoint, with or without ``/v1``. Needs a running loop."""
-    base = base_url(url)
-    if api_key and not (api_key.isascii() and api_key.isprintable()):
-        raise InputError(
-            "--api-key or OPENAI_API_KEY has characters that no key has, such as the end of a "
-            "line; copy the key once more"
-        )
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     # Load needs more connections than aiohttp's limit of 100.
     connector = aiohttp.TCPConnector(limit=0)
-    return aiohttp.ClientSession(base, headers=headers, connector=connector)
+    return aiohttp.ClientSession(base_url(url), headers=headers, connector=connector)
 
 
 def base_url(url: str) -> URL:
@@ -127,8 +130,7 @@ def base_url(url: str) -> URL:
         usable = False
     if not usable:
         raise InputError(f"{url!r:.{SHOWN}} is no address; give one as in http://127.0.0.1:8000/v1")
-    path = parsed.path.rstrip("/").removesuffix("/v1")
-    return parsed.with_path(f"{path}/")
+    return parsed.with_path(f"{parsed.path.rstrip('/').removesuffix('/v1')}/")
 
 
 async def find_model(session: aiohttp.ClientSession) -> str:
@@ -136,21 +138,20 @@ async def find_model(session: aiohttp.ClientSession) -> str:
     try:
         timeout = aiohttp.ClientTimeout(total=CONNECT_S)
         async with session.get("v1/models", timeout=timeout) as response:
-            body, status = await _read(response), response.status
-        models: Any = msgspec.json.decode(body)["data"] if status == 200 else None
-        names = [one["id"] for one in models]
+            body = await response.read()
+            if response.status != 200:
+                raise _UnusableReply(_refusal(response.status, body))
+        names = [str(one["id"]) for one in msgspec.json.decode(body)["data"]]
     except (_UnusableReply, aiohttp.ClientError, TimeoutError, OSError) as error:
         reason = _reason(error, CONNECT_S)
         raise InputError(f"no model can be found: {reason}; check the address") from None
-    except (msgspec.DecodeError, UnicodeError, LookupError, TypeError):
-        reason = _refusal(status, body)
-        raise InputError(f"no model can be found: {reason}; check the address") from None
+    except (ValueError, LookupError, TypeError):
+        raise InputError(
+            f"no model can be found: {body!r:.{SHOWN}} is no list of models; check the address"
+        ) from None
     if not names:
         raise InputError("the endpoint serves no model; start one, or name it with --model")
-    return str(names[0])
-
-
-# ---------------------------------------------------------------- requests
+    return names[0]
 
 
 async def ask(
@@ -168,91 +169,57 @@ async def ask(
     """
     reply = into if into is not None else LoadReply()
     reply.began = time.monotonic()
-    ended = False
+    timeout, is_complete = aiohttp.ClientTimeout(total=deadline_s), False
     try:
-        timeout = aiohttp.ClientTimeout(total=deadline_s)
         async with session.post(path.lstrip("/"), json=body, timeout=timeout) as response:
             reply.status = response.status
-            async for document in _documents(response):
-                if document is None:
-                    ended = True
-                    continue
-                reply._add(document, time.monotonic() - reply.began)
+            async for text in _documents(response):
+                is_complete = text == "[DONE]"
+                if not is_complete:
+                    reply._add(_decode(text))
+        if not (reply.finish or is_complete):
+            reply.error = "the answer ended before it was complete"
     except (_UnusableReply, aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-        reply.error = reply.error or _reason(error, deadline_s)
+        reply.error = _reason(error, deadline_s)
     reply.total_s = time.monotonic() - reply.began
-    if not (reply.error or reply.finish or ended):
-        reply.error = "the answer ended before it was complete"
     return reply
 
 
-class _UnusableReply(Exception):
-    """A reply that cannot be used; the message is for people."""
-
-
-async def _documents(response: aiohttp.ClientResponse) -> AsyncIterator[_ReplyDocument | None]:
-    """Yield the documents of a reply, and None for the server's end mark."""
+async def _documents(response: aiohttp.ClientResponse) -> AsyncIterator[str]:
+    """Yield the documents of a reply. Raise ``_UnusableReply`` for an error status."""
     if response.status == 200 and response.content_type == "text/event-stream":
-        reader = EventReader(MAX_BODY_BYTES)
+        reader = EventReader(MAX_EVENT_BYTES)
         # Not by lines: aiohttp refuses lines above 64 KiB.
         async for data in response.content.iter_any():
             for event in reader.feed(data):
                 if event.data is not None:
-                    yield _decode(event.data)
+                    yield event.data
         for event in reader.end():
             if event.data is not None:
-                yield _decode(event.data)
+                yield event.data
         return
-    body = await _read(response)
+    body = await response.read()
     if response.status != 200:
         raise _UnusableReply(_refusal(response.status, body))
-    yield _decode(body.decode(errors="replace"))
+    yield body.decode(errors="replace")
 
 
-async def _read(response: aiohttp.ClientResponse) -> bytes:
-    body = bytearray()
-    async for data in response.content.iter_any():
-        body += data
-        if len(body) > MAX_BODY_BYTES:
-            raise _UnusableReply(f"the answer is above {MAX_BODY_BYTES >> 20} MiB")
-    return bytes(body)
-
-
-def _decode(text: str) -> _ReplyDocument | None:
-    if text == "[DONE]":
-        return None
+def _decode(text: str) -> _ReplyDocument:
     try:
         return msgspec.json.decode(text, type=_ReplyDocument)
-    except msgspec.ValidationError:
-        if text.lstrip().startswith("{"):
-            shown = f"the answer is not what OpenAI's API has: {text!r:.{SHOWN}}"
-            raise _UnusableReply(shown) from None
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        pass
-    raise _UnusableReply(f"the answer is not JSON: {text!r:.{SHOWN}}")
-
-
-# ---------------------------------------------------------------- reasons
-
-
-def _error_in(document: _ReplyDocument) -> str:
-    """Return the sentence of an error document, in any of the forms that servers use."""
-    error = document.error
-    if isinstance(error, dict):
-        error = error.get("message") or error.get("code")
-    found = error or document.message or document.detail
-    return str(found) if found else ""
+    except (ValueError, RecursionError):
+        shown = f"the answer is not what OpenAI's API has: {text!r:.{SHOWN}}"
+        raise _UnusableReply(shown) from None
 
 
 def _refusal(status: int, body: bytes) -> str:
+    """Return the reason in the body of an error response."""
     text = " ".join(body.decode(errors="replace").split())
     try:
-        sentence = _error_in(msgspec.json.decode(body, type=_ReplyDocument))
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        sentence = _decode(text).error_text
+    except _UnusableReply:
         sentence = ""
-    return sentence or (
-        f"HTTP {status}: {text[:SHOWN]}" if text else f"HTTP {status} without a reason"
-    )
+    return sentence or f"HTTP {status}: {text[:SHOWN] or 'no reason'}"
 
 
 def _reason(error: BaseException, deadline_s: float) -> str:

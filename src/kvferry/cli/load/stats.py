@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import msgspec
+import numpy as np
 
 from kvferry.cli.load.client import LoadReply
 
@@ -33,8 +32,7 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
 
     ``seconds`` is from the first request to the last reply, and the throughput counts what was
     answered in this time. ``tpot_s`` is the time of each output token after the first. The server
-    counts ``prompt_tokens``. A kvferry server reports ``carried_bytes`` and ``modes`` (requests by
-    transfer mode).
+    counts ``prompt_tokens``. A kvferry server reports ``carried_bytes``.
     """
 
     concurrency: int
@@ -50,28 +48,19 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: Range | None
     output_tokens: Range | None
     carried_bytes: int | None
-    modes: dict[str, int]
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value that ``share`` of all do not exceed, interpolated between neighbours."""
-    ordered = sorted(values)
-    at = share * (len(ordered) - 1)
-    below, above = ordered[math.floor(at)], ordered[math.ceil(at)]
-    return below + (above - below) * (at - math.floor(at))
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
     """Return the spread of the known values; None if there are none."""
     known = [value for value in values if value is not None]
-    return Spread(percentile(known, 0.5), percentile(known, 0.99)) if known else None
+    return Spread(*map(float, np.percentile(known, (50, 99)))) if known else None
 
 
 def tpot_s(reply: LoadReply) -> float | None:
     """Return the time of each output token after the first; None for a reply in one piece."""
-    if reply.ttft_s is None or len(reply.stamps) < 2 or reply.output_tokens < 2:
+    if len(reply.stamps) < 2 or reply.output_tokens < 2:
         return None
-    return (reply.total_s - reply.ttft_s) / (reply.output_tokens - 1)
+    return (reply.total_s - reply.stamps[0]) / (reply.output_tokens - 1)
 
 
 def summarise(concurrency: int, replies: Sequence[LoadReply]) -> Level:
@@ -82,7 +71,6 @@ def summarise(concurrency: int, replies: Sequence[LoadReply]) -> Level:
     seconds = max(ends) - min(reply.began for reply in replies) if replies else 0.0
     reports = [reply.report for reply in good]
     carried = [one["bytes"] for one in reports if isinstance(one.get("bytes"), int)]
-    modes = Counter(str(one["mode"]) for one in reports if one.get("mode"))
     return Level(
         concurrency=concurrency,
         requests=len(replies),
@@ -97,7 +85,6 @@ def summarise(concurrency: int, replies: Sequence[LoadReply]) -> Level:
         prompt_tokens=_range(r.prompt_tokens for r in good),
         output_tokens=_range(r.output_tokens for r in good),
         carried_bytes=sum(carried) if carried else None,
-        modes=dict(sorted(modes.items())),
     )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, Protocol, TypeVar
 
 import aiohttp
 import msgspec
@@ -13,6 +13,8 @@ from kvferry.cli.load.client import LoadReply, ask, find_model, session_for
 from kvferry.cli.load.prompts import FORMS, PromptForm, PromptGenerator
 from kvferry.cli.load.stats import Level, summarise
 from kvferry.errors import InputError, KvferryError
+
+T = TypeVar("T")
 
 # Refusals for reasons other than the form of the request.
 FINAL = (401, 403, 408, 429)
@@ -91,11 +93,11 @@ def run_sweep(url: str, load: Load, watcher: SweepWatcher, *, api_key: str | Non
     async def run() -> Sweep:
         async with session_for(url, api_key=api_key) as session:
             model = load.model or await find_model(session)
-            runner = _Runner(session, load, model)
-            form = await runner.warm_up()
+            requests = _Requests(session, load, model)
+            form = await requests.warm_up()
             levels: list[Level] = []
             for concurrency in load.concurrency:
-                replies = await runner.level(form, concurrency, watcher)
+                replies = await requests.level(form, concurrency, watcher)
                 levels.append(summarise(concurrency, replies))
                 if all(reply.error for reply in replies):
                     # The endpoint is gone; more requests would only wait for their deadlines.
@@ -105,13 +107,13 @@ def run_sweep(url: str, load: Load, watcher: SweepWatcher, *, api_key: str | Non
     return asyncio.run(run())
 
 
-class _Runner:
-    """Sends requests to one endpoint."""
+class _Requests:
+    """The requests to one endpoint."""
 
     def __init__(self, session: aiohttp.ClientSession, load: Load, model: str) -> None:
-        self.session = session
-        self.load = load
-        self.prompts = PromptGenerator(model, load.input_tokens, load.output_tokens, load.seed)
+        self._session = session
+        self._load = load
+        self._prompts = PromptGenerator(model, load.input_tokens, load.output_tokens, load.seed)
 
     async def warm_up(self) -> PromptForm:
         """Return the first form that the endpoint accepts; this also warms up connections."""
@@ -129,8 +131,8 @@ class _Runner:
         raise kind(f"the warm-up request failed: {reply.error}")
 
     async def _ask(self, form: PromptForm) -> LoadReply:
-        body = {**self.prompts.body(form), **self.load.extra}
-        reply = await ask(self.session, body, path=form.path, deadline_s=self.load.deadline_s)
+        body = {**self._prompts.body(form), **self._load.extra}
+        reply = await ask(self._session, body, path=form.path, deadline_s=self._load.deadline_s)
         if not (reply.error or reply.stamps):
             reply.error = "the answer is empty"
         return reply
@@ -139,20 +141,31 @@ class _Runner:
         self, form: PromptForm, concurrency: int, watcher: SweepWatcher
     ) -> list[LoadReply]:
         """Return all replies of one concurrency, in the order in which they ended."""
-        num_requests = self.load.num_requests(concurrency)
+        num_requests = self._load.num_requests(concurrency)
         watcher.level(concurrency, num_requests)
         replies: list[LoadReply] = []
-        numbers = iter(range(num_requests))
 
-        async def worker() -> None:
-            for _ in numbers:
+        async def ask_one(_: int) -> None:
+            # None of the first requests was answered, so no other will be.
+            if len(replies) < concurrency or not all(reply.error for reply in replies):
                 replies.append(await self._ask(form))
                 watcher.answered(replies[-1])
-                if len(replies) >= concurrency and all(reply.error for reply in replies):
-                    # The endpoint has answered none of the first requests.
-                    return
 
-        async with asyncio.TaskGroup() as group:
-            for _ in range(concurrency):
-                group.create_task(worker())
+        await for_each(range(num_requests), concurrency, ask_one)
         return replies
+
+
+async def for_each(
+    items: Iterable[T], concurrency: int, do: Callable[[T], Awaitable[None]]
+) -> None:
+    """Call ``do`` with every item, in order, at most ``concurrency`` calls at once."""
+    remaining = iter(items)
+
+    async def worker() -> None:
+        # The workers share one iterator.
+        for item in remaining:
+            await do(item)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(concurrency):
+            group.create_task(worker())

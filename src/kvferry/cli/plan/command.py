@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from kvferry.cli.files import write_text
 from kvferry.cli.parsing import fields, given, number, show, whole
+from kvferry.cli.plan import capacity
 from kvferry.cli.plan.output import as_document, print_advice, print_plan
 from kvferry.cli.printing import EXIT_REFUSED, print_document, print_refusal
 from kvferry.cli.sides import Sides, add_flags, both_sides, read_side, read_spec
@@ -31,6 +32,8 @@ EXAMPLE = """example:
       --html plan.html
   kvferry plan --prefill tp=4 --decode tp=8 --layers 80 --kv-heads 8 --head-dim 128 \\
       --tokens 4096 --cost-model rdma-400g --layer-ms 2.5
+  kvferry plan --prefill tp=4 --decode tp=8 --layers 80 --kv-heads 8 --head-dim 128 \\
+      --cost-model rdma-400g --load 20,4000,300 --instances 8x4 --plot load.svg
 
 side keys: tp, pp, cp (token interleaving), dp (replicas), page (tokens), order (nhd or hnd),
 stages (layers of each pipeline stage, as in stages=10+22), dtype (of that side's cache),
@@ -75,6 +78,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
         metavar="MS",
         help="time to compute one layer of these tokens: advise how many layers to push at a time",
     )
+    capacity.add_flags(parser)
     parser.add_argument("--all", action="store_true", help="show every move, however many")
     parser.add_argument("--svg", metavar="FILE", help="write a picture")
     parser.add_argument("--html", metavar="FILE", help="write a picture with numbers on hover")
@@ -86,7 +90,9 @@ def run(args: argparse.Namespace) -> int:
     """Make, check and print a plan."""
     prefill = read_side(args.prefill, "--prefill")
     decode = read_side(args.decode, "--decode", extra={"prefix": whole("prefix", least=0)})
-    request = Request(whole("--tokens", least=0)(args.tokens), decode.prefix)
+    asked = capacity.read_flags(args)
+    num_tokens = whole("--tokens", least=0)(args.tokens)
+    request = Request(asked.load.num_input if asked else num_tokens, decode.prefix)
     link_cost = read_cost_model(args.cost_model)
     layer_ms = None if args.layer_ms is None else number("--layer-ms", 0, 1e6)(args.layer_ms)
     pictures = [
@@ -112,14 +118,22 @@ def run(args: argparse.Namespace) -> int:
         override=None if args.mode == "auto" else TransferMode(args.mode),
     )
     advice = None if layer_ms is None else layers_for(costs, layer_ms / 1e3)
+    report = capacity.CapacityReport.of(asked.load, costs) if asked else None
     for name, draw in pictures:
         write_text(name, draw(plan, request))
+    if asked and report and asked.plot:
+        capacity.draw(asked.plot, report)
+        pictures.append((str(asked.plot), as_svg))
     if args.json:
-        print_document(as_document(plan, request, costs, advice))
+        document = as_document(plan, request, costs, advice)
+        more = {} if report is None else {"capacity": capacity.as_document(report, link_cost)}
+        print_document(document | more)
     else:
         print_plan(plan, request, costs, cost_model=args.cost_model, show_all=args.all)
         if advice is not None:
             print_advice(advice)
+        if report is not None:
+            capacity.print_report(report, link_cost)
         for name, _ in pictures:
             print(f"picture: {name}")
     return 0

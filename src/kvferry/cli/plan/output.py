@@ -44,7 +44,12 @@ def _moves(plan: Plan, request: Request, costs: Estimate) -> list[dict[str, Any]
     for one in costs.moves:
         tokens = plan.tokens_of(one.move, request)
         row: dict[str, Any] = msgspec.to_builtins(one.move)
-        row["tokens"] = [tokens.first, tokens.end, tokens.step]
+        row["tokens"] = {
+            "first": tokens.first,
+            "end": tokens.end,
+            "period": tokens.pattern.period,
+            "runs": [[run.first, run.end] for run in tokens.pattern.runs],
+        }
         row["bytes"] = plan.bytes_of(one.move, request)
         rows.append(row | {"pieces": one.shape.slices, "mode": one.choice.mode})
     return rows

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -14,6 +16,7 @@ from kvferry.cli.serve.flags import (
     demand_own,
     discovery_of,
     router_of,
+    status_of,
     worker_of,
 )
 from kvferry.errors import InputError, Refused, TransportError
@@ -22,6 +25,7 @@ EXAMPLE = """example:
   kvferry serve                                        prefill TP3, decode TP1, router on port 8000
   kvferry serve --prefill tp=3 --decode tp=1,dp=2,page=32 --port 9000
   kvferry serve --config cluster.toml                  the same from a file
+  kvferry serve --discovery etcd://127.0.0.1:2379/kvferry
 
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
       -d '{"messages": [{"role": "user", "content": "What is a ferry?"}]}'
@@ -36,7 +40,12 @@ several hosts, each with the same key file (kvferry key cluster.key):
 """
 MODEL = ("model", "tiny", "transport", "device")
 COMMON = ("config", "key", "json", "print-config")
-READERS = {"discovery": discovery_of, "worker": worker_of, "router": router_of}
+READERS: dict[str, Callable[[argparse.Namespace], Any]] = {
+    "discovery": discovery_of,
+    "status": status_of,
+    "worker": worker_of,
+    "router": router_of,
+}
 
 
 def add(commands: argparse._SubParsersAction[Any]) -> None:
@@ -50,7 +59,8 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     )
     routing = "policy", "on-failure", "deadline", "host", "port"
     sides = "prefill", "decode"
-    add_flags(parser, "config", *MODEL, *sides, *routing, "key", "json", "print-config")
+    add_flags(parser, "config", "discovery", *MODEL, *sides, *routing, "key", "json")
+    add_flags(parser, "print-config")
     parser.set_defaults(run=run_all)
     parts = parser.add_subparsers(
         title="parts", metavar="PART", required=False, parser_class=Parser
@@ -58,6 +68,9 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     discovery = _part(parts, "discovery", "register and find instances (port 7077)")
     add_flags(discovery, "host", "port", *COMMON)
     discovery.set_defaults(kind="discovery")
+    status = _part(parts, "status", "show a cluster whose discovery is etcd (port 7078)")
+    add_flags(status, "discovery", "host", "port", "advertise", *COMMON)
+    status.set_defaults(kind="status", advertise=None)
     for name, what in (
         ("prefill", "compute prompts and send their cache"),
         ("decode", "receive the cache of prompts and answer"),
@@ -66,9 +79,9 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
         add_flags(worker, "name", "layout", "discovery", *MODEL)
         add_flags(worker, "host", "port", "advertise", *COMMON)
         worker.set_defaults(kind="worker", part=name, name=None, layout=None)
-        worker.set_defaults(discovery=None, advertise=None)
+        worker.set_defaults(advertise=None)
     router = _part(parts, "router", "take requests and pair workers (port 8000)")
-    add_flags(router, "discovery", "engine", *routing, *COMMON)
+    add_flags(router, "discovery", "engine", "first-token", *routing, *COMMON)
     for name in sides:
         router.add_argument(
             f"--{name}-url",
@@ -76,8 +89,8 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
             metavar="URL",
             help=f"an additional {name} worker; may be repeated; NAME=URL for vLLM and SGLang",
         )
-    router.set_defaults(kind="router", discovery=None, prefill_url=None, decode_url=None)
-    router.set_defaults(engine=None)
+    router.set_defaults(kind="router", prefill_url=None, decode_url=None)
+    router.set_defaults(engine=None, first_token=None)
 
 
 def _part(parts: argparse._SubParsersAction[Any], name: str, what: str) -> Parser:
@@ -95,14 +108,14 @@ def _part(parts: argparse._SubParsersAction[Any], name: str, what: str) -> Parse
 
 
 def run_all(args: argparse.Namespace) -> int:
-    """Start all parts, print where the API is, and supervise them until a signal comes."""
+    """Start all parts, print where the API is, and watch over them until a signal comes."""
     cluster = cluster_of(args)
     if args.print_config:
-        return _print_config(msgspec.to_builtins(cluster), args.json)
+        return _print_config(cluster, args.json)
     from kvferry.reference.cluster.description import check  # noqa: PLC0415
     from kvferry.reference.cluster.launch import ClusterLaunch  # noqa: PLC0415
-    from kvferry.reference.cluster.process import stop_signals  # noqa: PLC0415
     from kvferry.reference.models.find import find_model  # noqa: PLC0415
+    from kvferry.telemetry.logs.lines import LogSettings, install  # noqa: PLC0415
 
     def tell_ready(name: str, url: str) -> None:
         if not args.json:
@@ -110,14 +123,13 @@ def run_all(args: argparse.Namespace) -> int:
 
     model = find_model(cluster.model)
     check(cluster, model)
-    _log("serve", "WARNING")
+    install(LogSettings("serve", "WARNING"))
     with ClusterLaunch() as launch:
         url = launch.start_all(cluster, model, tell_ready)
         parts = {child.name: child.url for child in launch.children}
         text = f"ready: the OpenAI API is at {url}/v1; Ctrl-C stops everything"
         _announce({"url": url, "model": model.name, "parts": parts}, args.json, text)
-        with stop_signals() as signals:
-            launch.supervise(signals)
+        asyncio.run(launch.supervise())
     if not args.json:
         print("stopped")
     return 0
@@ -125,35 +137,29 @@ def run_all(args: argparse.Namespace) -> int:
 
 def run_part(args: argparse.Namespace) -> int:
     """Run one part until a signal comes."""
-    # The web server is slow to import, and other commands need not wait for it.
-    from kvferry.reference.cluster import process  # noqa: PLC0415
+    # The web server imports slowly, and other commands do not use it.
+    from kvferry.reference.cluster import launch  # noqa: PLC0415
 
     demand_own(args)
     options = READERS[args.kind](args)
     if args.print_config:
         return _print_config(options, args.json)
-    name = options.get("name", args.kind)
-    kind = process.PartKind(args.kind)
-    _log(name, "INFO", 0 if kind is process.PartKind.WORKER else None)
+    name = str(getattr(options, "name", args.kind))
+
+    def tell_ready(url: str) -> None:
+        _announce({"url": url}, args.json, f"{name} on {url}")
+
     try:
-        process.run_part(
-            kind, options, lambda url: _announce({"url": url}, args.json, f"{name} on {url}")
-        )
+        launch.run_part(name, options, "INFO", tell_ready)
     except (Refused, TransportError) as error:
         raise InputError(str(error)) from None
     return 0
 
 
-def _print_config(options: dict[str, Any], as_json: bool) -> int:
+def _print_config(options: msgspec.Struct, as_json: bool) -> int:
     document = msgspec.json.encode(options)
     print((document if as_json else msgspec.json.format(document)).decode())
     return 0
-
-
-def _log(name: str, level: str, rank: int | None = None) -> None:
-    from kvferry.telemetry.logs.lines import LogSettings, install  # noqa: PLC0415
-
-    install(LogSettings(name, level, rank))
 
 
 def _announce(document: dict[str, Any], as_json: bool, text: str) -> None:

@@ -8,35 +8,45 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from kvferry.cli.needs import demand_installed
 from kvferry.cli.parsing import given, number, whole
 from kvferry.cli.sides import read_side
 from kvferry.errors import InputError
 from kvferry.reference.cluster.description import (
     ClusterDescription,
+    DiscoveryOptions,
     DiscoverySection,
-    NamedProcess,
+    NamedWorker,
     WorkerSection,
     check,
-    discovery_options,
     read_cluster,
     router_options,
     worker_options,
 )
-from kvferry.reference.cluster.needs import demand_installed
 from kvferry.reference.models.find import find_model
-from kvferry.router.options import BalancePolicy, EngineName, OnFailure, RouterOptions
+from kvferry.reference.options import InstanceOptions
+from kvferry.router.options import (
+    BalancePolicy,
+    EngineName,
+    FirstTokenFrom,
+    OnFailure,
+    RouterOptions,
+)
 from kvferry.router.worker_pool import WorkerRole
 
 PREFILL, DECODE = "tp=3", "tp=1"
 MAX_DEADLINE_S = 86400
+STATUS_PORT = 7078
 # Entries of the namespace that are no flags of a cluster.
 NO_FLAGS = ("run", "json", "config", "kind", "part", "name", "print_config")
+SIDES, ENGINE = ("prefill", "decode"), ("model", "tiny", "transport", "device")
 ROUTING = ("policy", "on_failure", "deadline")
 # Flags of the whole cluster that a part alone does not use.
 FOREIGN = {
-    "discovery": ("prefill", "decode", "model", "tiny", "transport", "device", *ROUTING),
-    "worker": ("prefill", "decode", *ROUTING),
-    "router": ("prefill", "decode", "model", "tiny", "transport", "device"),
+    "discovery": ("discovery", *SIDES, *ENGINE, *ROUTING),
+    "worker": (*SIDES, *ROUTING),
+    "router": (*SIDES, *ENGINE),
+    "status": (*SIDES, *ENGINE, *ROUTING),
 }
 
 
@@ -53,7 +63,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     },
     "prefill": {
         "metavar": "SIDE",
-        "help": f"tp, pp, page, order, dtype, and dp for the number of instances ({PREFILL})",
+        "help": f"tp, page, order, dtype, and dp for the number of instances ({PREFILL})",
     },
     "decode": {"metavar": "SIDE", "help": f"the same for decode ({DECODE})"},
     "transport": {
@@ -80,9 +90,17 @@ FLAGS: dict[str, dict[str, Any]] = {
     },
     "name": {"help": "the worker's name, unique in the cluster (prefill-0, decode-0)"},
     "layout": {"metavar": "SIDE", "help": "as in tp=3,page=16 (tp=1)"},
-    "discovery": {"metavar": "URL", "help": "where workers register and are found"},
+    "discovery": {
+        "metavar": "URL",
+        "help": "where workers register and are found: the URL of "
+        "a discovery service that runs already, or etcd://HOST:PORT/PREFIX",
+    },
     "advertise": {"metavar": "HOST", "help": "where others reach it, if not --host"},
     "engine": {"choices": list(map(str, EngineName)), "help": "what the workers run (kvferry)"},
+    "first-token": {
+        "choices": list(map(str, FirstTokenFrom)),
+        "help": "which of vLLM's workers sends a stream's first token, where prefill can (prefill)",
+    },
 }
 
 
@@ -127,7 +145,9 @@ def _described(args: argparse.Namespace, **fields: Any) -> ClusterDescription:
     if not fields:
         device = _words(args, "device")
         fields = {
-            "discovery": DiscoverySection(port=0),
+            "discovery": DiscoverySection(
+                port=0, existing=given("--discovery", args.discovery) or ""
+            ),
             "router": _router(args),
             "prefill": (_section(args.prefill, "--prefill", PREFILL, device),),
             "decode": (_section(args.decode, "--decode", DECODE, device),),
@@ -140,16 +160,31 @@ def _described(args: argparse.Namespace, **fields: Any) -> ClusterDescription:
     )
 
 
-def discovery_of(args: argparse.Namespace) -> dict[str, Any]:
+def discovery_of(args: argparse.Namespace) -> DiscoveryOptions:
     """Return the options of a discovery service."""
     cluster = _from_file(args)
     if cluster is None:
         section = DiscoverySection(**_listening(args))
         cluster = ClusterDescription(discovery=section, key=given("--key", args.key))
-    return discovery_options(cluster)
+    return DiscoveryOptions(section=cluster.discovery, key=cluster.key)
 
 
-def router_of(args: argparse.Namespace) -> dict[str, Any]:
+def status_of(args: argparse.Namespace) -> DiscoveryOptions:
+    """Return the options of a status service."""
+    advertise = given("--advertise", args.advertise) or ""
+    cluster = _from_file(args)
+    if cluster is None:
+        existing = given("--discovery", args.discovery) or ""
+        section = DiscoverySection(existing=existing, **{"port": STATUS_PORT} | _listening(args))
+        cluster = ClusterDescription(discovery=section, key=given("--key", args.key))
+    if not cluster.discovery.needs_status:
+        raise InputError(
+            "a status service is for a cluster on etcd; give --discovery etcd://HOST:PORT/PREFIX"
+        )
+    return DiscoveryOptions(section=cluster.discovery, key=cluster.key, advertise=advertise)
+
+
+def router_of(args: argparse.Namespace) -> RouterOptions:
     """Return the options of a router."""
     cluster = _from_file(args)
     if cluster is not None:
@@ -159,6 +194,8 @@ def router_of(args: argparse.Namespace) -> dict[str, Any]:
     }
     if args.engine is not None:
         fields["engine"] = EngineName(args.engine)
+    if args.first_token is not None:
+        fields["first_token"] = FirstTokenFrom(args.first_token)
     discovery = given("--discovery", args.discovery)
     if discovery is None and not fields["decode_urls"]:
         raise InputError("a router without workers; give --discovery or --decode-url")
@@ -166,7 +203,7 @@ def router_of(args: argparse.Namespace) -> dict[str, Any]:
     return router_options(ClusterDescription(router=_router(args, **fields), key=key), discovery)
 
 
-def worker_of(args: argparse.Namespace) -> dict[str, Any]:
+def worker_of(args: argparse.Namespace) -> InstanceOptions:
     """Return the options of a worker."""
     part, name = WorkerRole(args.part), given("--name", args.name)
     cluster = _from_file(args)
@@ -190,9 +227,9 @@ def worker_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def _picked(
     cluster: ClusterDescription, part: WorkerRole, name: str | None, path: str
-) -> NamedProcess:
+) -> NamedWorker:
     """Return the worker of that name; without a name, the only one."""
-    workers = [worker for worker in cluster.workers() if worker.part is part]
+    workers = [worker for worker in cluster.workers() if worker.role is part]
     fitting = [worker for worker in workers if name in (None, worker.name)]
     if len(fitting) == 1:
         return fitting[0]
@@ -206,12 +243,11 @@ def _section(text: str | None, flag: str, default: str, fields: dict[str, Any]) 
     """Return a worker's section from a side such as ``tp=3,page=16``."""
     side = read_side(default if text is None else text, flag)
     sharding = side.layout["sharding"]
-    if sharding.cp != 1:
-        raise InputError(f"{flag}: this engine has no context parallelism; leave cp out")
+    for name in ("pp", "cp"):
+        if getattr(sharding, name) != 1:
+            raise InputError(f"{flag}: this engine shards by tp only; leave {name} out")
     read = {
         "tp": sharding.tp,
-        "pp": sharding.pp,
-        "stages": sharding.stages,
         "instances": side.layout.get("dp"),
         "page": side.layout.get("page_tokens"),
         "order": side.layout.get("order"),

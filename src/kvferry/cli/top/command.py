@@ -15,7 +15,6 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.cli.parsing import given, number
 from kvferry.cli.printing import console, print_document
 from kvferry.cli.status_flags import add_status_flags, status_client
 from kvferry.plan.units import human_bytes, human_seconds
@@ -27,6 +26,7 @@ COLOURS = {RankState.UP: "green", RankState.TROUBLED: "yellow", RankState.SILENT
 EXAMPLE = """example:
   kvferry top                                          the cluster behind the router on port 8000
   kvferry top --url http://10.0.0.1:7077 --key cluster.key
+  kvferry top --discovery etcd://10.0.0.1:2379/kvferry
   kvferry top --once                                   print once; --json for programs
 """
 
@@ -39,7 +39,6 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
         description="Show instances, ranks, links, rooms and failures of a running cluster, live.",
         epilog=EXAMPLE,
     )
-    parser.add_argument("--every", metavar="S", help=f"seconds between updates ({EVERY_S:g})")
     parser.add_argument("--once", action="store_true", help="print once and exit")
     parser.add_argument("--json", action="store_true", help="print one JSON document and exit")
     add_status_flags(parser)
@@ -48,7 +47,6 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the status once, or update it until Ctrl-C."""
-    every_s = number("--every", 0.1, 3600)(args.every) if given("--every", args.every) else EVERY_S
     client = status_client(args)
     status = client.cluster()
     if args.json:
@@ -59,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     with Live(render(status), console=console(), screen=True, auto_refresh=False) as live:
         while True:
-            time.sleep(every_s)
+            time.sleep(EVERY_S)
             live.update(render(client.cluster()), refresh=True)
 
 

@@ -1,106 +1,111 @@
-"""Check of SGLang's configuration: unsupported features are rejected when a server starts.
+"""Versions of SGLang that the backend supports, and the differences between them.
 
-Each message names the remedy.
+The versions in ``TESTED_VERSIONS`` ran the tests with real servers. Another version is judged by
+its hooks: if all of them are there the backend runs with a warning, else it names the first
+missing one. The module imports SGLang only to look at it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import pkgutil
+import re
+from collections.abc import Iterable
 from typing import Any
-
-import torch
-from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_disagg, get_memory, get_parallel
 
 from kvferry import InputError
 
-# SGLang's name for Mamba and delta-net state, one row per request.
-ROWS = "mamba"
-# Sliding-window layers with their own pool.
-WINDOWS = "swa"
-# Index keys of sparse attention and block scales, in the same pages as K and V.
-INDEX_KEYS, BLOCK_SCALES = "dsa", "block_scale"
-# Supported combinations of state beside K and V.
-SUPPORTED: tuple[list[str], ...] = ([], [ROWS], [WINDOWS], [INDEX_KEYS], [BLOCK_SCALES])
-# SGLang does not pass the scales of these dtypes to a backend.
-FOUR_BITS = ("nvfp4", "fp4_mx_block16", "fp4_e2m1")
-# In pages of this size SGLang stores scales in another order than tokens.
-SHUFFLED_PAGE_TOKENS = 128
+log = logging.getLogger("kvferry.connectors.sglang")
+
+TESTED_VERSIONS = ("0.5.21", "0.5.22", "0.5.23")
+
+_DISAGGREGATION = "sglang.srt.disaggregation"
+CREATE_SENDER = f"{_DISAGGREGATION}.prefill.PrefillBootstrapQueue.create_sender"
+SEND_METADATA = f"{_DISAGGREGATION}.decode.DecodePreallocQueue._send_kv_metadata"
+RELEASE = "sglang.srt.managers.scheduler.Scheduler.release_host_resources"
+IS_IDLE = "sglang.srt.managers.scheduler.Scheduler.is_fully_idle"
+# What every process of SGLang needs to offer the backend.
+PLUGIN_HOOKS = (
+    "sglang.srt.plugins.hook_registry.HookRegistry",
+    "sglang.srt.server_args.add_disagg_transfer_backend_choices",
+    f"{_DISAGGREGATION}.utils.TransferBackend",
+    f"{_DISAGGREGATION}.utils.get_kv_class",
+)
+# What a scheduler needs to run it.
+SCHEDULER_HOOKS = (CREATE_SENDER, SEND_METADATA, RELEASE, IS_IDLE)
+_INTERFACES = f"{_DISAGGREGATION}.base.conn"
 
 
-def check_supported(kv_args: Any, *, is_mla: bool) -> None:
-    """Raise ``InputError`` if the configuration has an unsupported feature."""
-    kinds = [str(kind.value) for kind in kv_args.state_types]
-    for unsupported, remedy in (
-        *_of_server(),
-        *_of_state(kv_args, kinds, is_mla=is_mla),
-        *_of_draft(kv_args, kinds),
-    ):
-        if unsupported:
-            raise InputError(f"kvferry's SGLang backend does not support {remedy}")
+def is_tested(version: str) -> bool:
+    """Return whether this version, or the one that it repackages, ran the tests."""
+    found = re.fullmatch(r"(\d+\.\d+\.\d+)(\.post\d+)?(\+.*)?", version)
+    return found is not None and found[1] in TESTED_VERSIONS
 
 
-def _of_server() -> Iterator[tuple[bool, str]]:
-    parallel = get_parallel()
-    yield parallel.attn_cp_size > 1, "attention context parallelism: use --attn-cp-size 1"
-    yield parallel.attn_dcp_size > 1, "decode context parallelism: use --dcp-size 1"
-    yield parallel.enable_kv_cache_sharding, "--enable-kv-cache-sharding: leave it out"
-    yield (
-        get_disagg().disaggregation_decode_allocation_policy != "early",
-        "--disaggregation-decode-allocation-policy other than early",
-    )
-    yield (
-        not envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get(),
-        "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0, which reuses pages that may "
-        "still be written: unset it",
-    )
-    yield (
-        parallel.num_dp_ranks > 1 and parallel.load_balance_method != "follow_bootstrap_room",
-        "--load-balance-method other than follow_bootstrap_room with data parallelism",
-    )
+def missing_hook(paths: Iterable[str]) -> str | None:
+    """Return the first function or class that cannot be found; None if all are there."""
+    for path in paths:
+        try:
+            pkgutil.resolve_name(path)
+        except (ImportError, AttributeError):
+            return path
+    return None
 
 
-def _of_state(kv_args: Any, kinds: list[str], *, is_mla: bool) -> Iterator[tuple[bool, str]]:
-    yield (
-        kinds not in SUPPORTED,
-        f"state beside K and V of the kinds {', '.join(kinds)}: use another backend",
-    )
-    yield (
-        kv_args.kv_cache_dtype_str in FOUR_BITS,
-        f"--kv-cache-dtype {kv_args.kv_cache_dtype_str}: use fp8_e4m3",
-    )
-    yield (
-        is_mla and WINDOWS in kinds,
-        "sliding windows beside an MLA latent: use --disable-hybrid-swa-memory",
-    )
-    yield (
-        get_parallel().pp_size > 1
-        and bool({ROWS, WINDOWS}.intersection(kinds) or kv_args.kv_layer_ids),
-        "pipeline parallelism of a model with state: use --pp-size 1",
-    )
-    yield (
-        INDEX_KEYS in kinds and torch.version.hip is not None and kv_args.page_size > 1,
-        "the order of index keys in ROCm's pages: use --page-size 1",
-    )
-    yield (
-        BLOCK_SCALES in kinds and kv_args.page_size == SHUFFLED_PAGE_TOKENS,
-        f"block scales in pages of {SHUFFLED_PAGE_TOKENS} tokens, whose order differs from the "
-        f"tokens': use another --page-size, or --kv-cache-dtype fp8_e4m3",
-    )
+def missing_method(theirs: type, ours: type) -> str | None:
+    """Return the first public attribute of SGLang's interface that a class of ours lacks."""
+    public = (name for name in vars(theirs) if not name.startswith("_"))
+    return next((name for name in sorted(public) if not hasattr(ours, name)), None)
 
 
-def _of_draft(kv_args: Any, kinds: list[str]) -> Iterator[tuple[bool, str]]:
-    drafts = kv_args.num_draft_entries > 0
-    yield (
-        drafts and get_parallel().pp_size > 1,
-        "a draft model's cache with pipeline parallelism: use --pp-size 1",
-    )
-    yield (
-        drafts and bool({WINDOWS, BLOCK_SCALES}.intersection(kinds)),
-        "a draft model's cache beside a pool of sliding-window layers or block scales: "
-        "disable speculative decoding",
-    )
-    yield (
-        drafts and bool(get_memory().enable_unified_memory),
-        "a draft model's cache with --enable-unified-memory: leave it out",
-    )
+def why_unavailable(version: str) -> str | None:
+    """Return why the backend cannot be offered to this version; None if it can."""
+    missing = None if is_tested(version) else missing_hook(PLUGIN_HOOKS)
+    return None if missing is None else _without(version, missing)
+
+
+def check_scheduler(version: str, classes: Iterable[tuple[str, type]]) -> None:
+    """Raise ``InputError`` if a scheduler cannot run the backend; warn if it was never tested.
+
+    ``classes``: the name of an interface of SGLang, and a class of the backend that implements it.
+    """
+    if is_tested(version):
+        return
+    missing = missing_hook(SCHEDULER_HOOKS)
+    if missing is not None:
+        raise InputError(_without(version, missing))
+    for name, ours in classes:
+        lacking = missing_method(pkgutil.resolve_name(f"{_INTERFACES}.{name}"), ours)
+        if lacking is not None:
+            raise InputError(
+                f"SGLang {version:.40} calls {name}.{lacking}, which kvferry lacks; {_remedy()}"
+            )
+    log.warning("untested-version sglang=%s tested=%r", version, ", ".join(TESTED_VERSIONS))
+
+
+def _without(version: str, missing: str) -> str:
+    return f"SGLang {version:.40} has no {missing}, which kvferry hooks; {_remedy()}"
+
+
+def _remedy() -> str:
+    tested = ", ".join(TESTED_VERSIONS)
+    return f"install a tested version ({tested}), or a kvferry that supports this one"
+
+
+# ---------------------------------------------------------------- settings that 0.5.21 lacks
+
+
+def num_dp_ranks(parallel: Any) -> int:
+    """Return the number of data-parallel ranks; ``dp_size`` in 0.5.21."""
+    return int(getattr(parallel, "num_dp_ranks", parallel.dp_size))
+
+
+def shards_kv_cache(parallel: Any) -> bool:
+    """Return whether ``--enable-kv-cache-sharding`` is set."""
+    return bool(getattr(parallel, "enable_kv_cache_sharding", False))
+
+
+def allocates_early(disagg: Any) -> bool:
+    """Return whether decode allocates its pages before prefill computes them."""
+    policy = getattr(disagg, "disaggregation_decode_allocation_policy", "early")
+    return bool(policy == "early")

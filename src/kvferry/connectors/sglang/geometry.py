@@ -53,7 +53,7 @@ def layout_of(cache: SglangCache) -> Layout:
     if any(_is_padded(part.heads) for part in parts):
         sharding: Parallel | ExplicitSharding = _padded(cache)
     else:
-        sharding = Parallel(tp=position.tp, pp=position.pp, stages=cache.stages)
+        sharding = Parallel(tp=position.tp, pp=position.pp, stages=cache.stages, dcp=position.dcp)
     return Layout(spec, sharding, page_tokens=cache.buffers.page_tokens)
 
 
@@ -127,7 +127,10 @@ def _is_padded(heads: KvHeads | None) -> bool:
 
 
 def _units(heads: KvHeads | None, position: RankPosition) -> Span:
-    return Span(0, 1) if heads is None else head_span(heads, position.tp, position.tp_rank)
+    if heads is None:
+        return Span(0, 1)
+    # Ranks that take turns at tokens have the same heads.
+    return head_span(heads, position.tp // position.dcp, position.tp_rank // position.dcp)
 
 
 def _padded(cache: SglangCache) -> ExplicitSharding:
@@ -205,7 +208,7 @@ def _check_row_bytes(
     """Check that SGLang's rows have the expected size."""
     if heads is None:
         return
-    share = max(1, heads.with_padding // position.tp)
+    share = max(1, heads.with_padding // (position.tp // position.dcp))
     if row != share * tensor.unit_bytes:
         raise Refused.because(
             ReasonCode.HEAD_DIM,

@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from kvferry import Incoming, InstanceView, KvferryError, Outgoing, SourceEndpoint, TargetEndpoint
+from kvferry import (
+    Incoming,
+    InstanceView,
+    KvferryError,
+    Outgoing,
+    SourceEndpoint,
+    TargetEndpoint,
+)
 from kvferry.connectors.sglang.geometry import KV, WINDOW, layout_of, memory_of
 from kvferry.connectors.sglang.index_keys import check_same_pages
 from kvferry.connectors.sglang.prefill_registry import PrefillRegistry
@@ -22,6 +29,8 @@ from kvferry.connectors.sglang.states import row_of
 from kvferry.connectors.sglang.windows import window_pages
 
 log = logging.getLogger("kvferry.connectors.sglang")
+
+E = TypeVar("E", SourceEndpoint, TargetEndpoint)
 
 
 class RoomFailed(KvferryError):
@@ -43,11 +52,15 @@ class OfferedPages(NamedTuple):
     window: Sequence[int] = ()
 
 
-class RankManager:
+class RankManager(Generic[E]):
     """Common part of both managers."""
 
     supports_host_destination = False
-    supports_role_switch = False
+    supports_role_switch = True
+    # At decode, SGLang holds a failed room's pages until is_abort_release_safe().
+    supports_deferred_decode_kv_release = True
+    enable_deferred_decode_kv_release = True
+    endpoint: E
 
     def __init__(self, kv_args: Any, settings: RankSettings) -> None:
         self.kv_args = kv_args
@@ -81,6 +94,28 @@ class RankManager:
         if self.settings.cache.names_pages_twice:
             check_same_pages(pages, _pages_in(state_indices))
 
+    def should_verify_kv_checksum(self, bootstrap_addr: str) -> bool:
+        """Return True: SGLang checks itself whether the layouts can be compared."""
+        return True
+
+    def close(self) -> bool:
+        """Close the endpoint; return whether no peer can use this rank's pools any more."""
+        free = self.endpoint.close()
+        log.info("closed endpoint=%s free=%s", self.settings.replica, free)
+        return free
+
+    def teardown(self) -> None:
+        """Close the endpoint before SGLang makes a manager for its other role.
+
+        Raises ``KvferryError`` if a peer may still use the pools: SGLang then reports the server
+        as unhealthy instead of reusing them.
+        """
+        if not self.close():
+            raise KvferryError(
+                f"a peer of {self.settings.replica} may still read or write its pools; restart "
+                f"this server"
+            )
+
     def log_not_ended(self, room: int) -> None:
         """Log that a room did not end after its abort."""
         log.error("not-ended room=%s endpoint=%s", room, self.settings.replica)
@@ -94,7 +129,7 @@ def _pages_in(state_indices: Sequence[Any] | None) -> list[int]:
     return pages
 
 
-class PrefillManager(RankManager):
+class PrefillManager(RankManager[SourceEndpoint]):
     """Manager of a prefill rank: a source, registered at its server's bootstrap port."""
 
     def __init__(self, kv_args: Any, settings: RankSettings) -> None:
@@ -112,8 +147,7 @@ class PrefillManager(RankManager):
 
     def open(self, room: int) -> Outgoing:
         """Open a request's room; its deadline covers bootstrap, prefill and transfer."""
-        settings = self.settings
-        return self.endpoint.open(room, deadline_s=settings.bootstrap_s + settings.waiting_s)
+        return self.endpoint.open(room)
 
     def refusal(self, room: int, *, named: bool) -> str | None:
         """Return why a request is at the wrong replica; None if it is not.
@@ -130,12 +164,8 @@ class PrefillManager(RankManager):
         )
 
 
-class DecodeManager(RankManager):
+class DecodeManager(RankManager[TargetEndpoint]):
     """Manager of a decode rank: a target, and its rooms until SGLang clears them."""
-
-    # SGLang holds a failed room's pages until is_abort_release_safe().
-    supports_deferred_decode_kv_release = True
-    enable_deferred_decode_kv_release = True
 
     def __init__(self, kv_args: Any, settings: RankSettings) -> None:
         super().__init__(kv_args, settings)
@@ -149,32 +179,34 @@ class DecodeManager(RankManager):
     def register_to_bootstrap(self) -> None:
         """Do nothing: prefill servers do not look decode servers up."""
 
+    def close(self) -> bool:
+        """Close the endpoint, and forget the prefill servers."""
+        free = super().close()
+        self.prefill_info_table.close()
+        return free
+
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Return whether the prefill server is known; query it if not. SGLang tries 15 times."""
         return self.prefill_info_table.find(bootstrap_addr) is not None
-
-    def should_verify_kv_checksum(self, bootstrap_addr: str) -> bool:
-        """Return True: SGLang checks itself whether the layouts can be compared."""
-        return True
 
     def receive(
         self, room: int, view: InstanceView, prompt: Prompt, offered: OfferedPages
     ) -> Incoming:
         """Offer a room's pages to the prefill server."""
         self.settings.synchronize()
-        window = self.settings.cache.window
-        pages: list[int] | dict[str, list[int]] = offered.pages
-        if window is not None:
-            kept = window_pages(window, offered.window, prompt.num_tokens, offered.prefix)
-            pages = {KV: offered.pages, WINDOW: kept}
+        cache, num_tokens = self.settings.cache, prompt.num_tokens
+        own = cache.own_pages(offered.pages, offered.prefix, num_tokens)
+        pages: list[int] | dict[str, list[int]] = own
+        if cache.window is not None:
+            kept = window_pages(cache.window, offered.window, num_tokens, offered.prefix)
+            pages = {KV: own, WINDOW: kept}
         handle = self.endpoint.receive(
             room,
             prefill=view,
-            tokens=prompt.num_tokens,
+            tokens=num_tokens,
             prefix=offered.prefix,
             pages=pages,
             states=offered.state,
-            deadline_s=self.settings.waiting_s,
             digest=prompt.digest,
         )
         self._rooms[room] = handle
@@ -183,7 +215,7 @@ class DecodeManager(RankManager):
     def decline(self, room: int, view: InstanceView) -> None:
         """Tell a prefill server that this room will get no offer."""
         self.settings.synchronize()
-        self.endpoint.decline(room, prefill=view, deadline_s=self.settings.waiting_s)
+        self.endpoint.decline(room, prefill=view)
 
     def forget(self, room: int, handle: Incoming) -> None:
         """Drop a room that SGLang has cleared."""

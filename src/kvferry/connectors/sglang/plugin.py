@@ -11,27 +11,31 @@ import logging
 import math
 from collections.abc import Callable
 from enum import Enum
+from functools import cache
 from typing import Any
 
 import sglang
 
+from kvferry.connectors.sglang.compat import (
+    CREATE_SENDER,
+    IS_IDLE,
+    RELEASE,
+    SEND_METADATA,
+    check_scheduler,
+    why_unavailable,
+)
+
 log = logging.getLogger("kvferry.connectors.sglang")
 
 BACKEND = "kvferry"
-VERSION = "0.5.23"
 _UTILS = "sglang.srt.disaggregation.utils"
 
 
 def register() -> None:
-    """Register the backend; with another version of SGLang, log a warning instead."""
-    if sglang.__version__ != VERSION:
-        log.warning(
-            "the backend kvferry is not available: it needs SGLang %s, and this is %s; "
-            "install sglang==%s",
-            VERSION,
-            sglang.__version__,
-            VERSION,
-        )
+    """Register the backend; if SGLang lacks a hook for it, log a warning instead."""
+    reason = why_unavailable(sglang.__version__)
+    if reason is not None:
+        log.warning("the backend kvferry is not available: %s", reason)
         return
     from sglang.srt.disaggregation.utils import TransferBackend  # noqa: PLC0415
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
@@ -62,27 +66,42 @@ def _class_of(original: Callable[..., Any], transfer_backend: Any, class_type: A
 
 
 def _new_manager(kv_args: Any, mode: Any, server_args: Any, is_mla: bool | None = False) -> Any:
-    """Return the manager of this scheduler."""
+    """Return the manager of this scheduler; SGLang makes another one when its role changes."""
     from kvferry.connectors.sglang.managers import DecodeManager, PrefillManager  # noqa: PLC0415
     from kvferry.connectors.sglang.server_args import settings_of  # noqa: PLC0415
 
-    _hook_requests()
+    _hook_scheduler()
     is_prefill = mode.value == "prefill"
     settings = settings_of(kv_args, server_args, is_mla=bool(is_mla), is_prefill=is_prefill)
     return (PrefillManager if is_prefill else DecodeManager)(kv_args, settings)
 
 
-# ---------------------------------------------------------------- requests
+# ---------------------------------------------------------------- hooks in a scheduler
 
 
-def _hook_requests() -> None:
-    """Pass each request to its sender or receiver; SGLang itself passes only the room."""
+@cache
+def _hook_scheduler() -> None:
+    """Install the hooks in a scheduler, once in its process."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
 
-    prefill = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender"
-    decode = "sglang.srt.disaggregation.decode.DecodePreallocQueue._send_kv_metadata"
-    HookRegistry.register(prefill, _bind_sender, HookType.AFTER)
-    HookRegistry.register(decode, _bind_receiver, HookType.BEFORE)
+    from kvferry.connectors.sglang.managers import DecodeManager, PrefillManager  # noqa: PLC0415
+    from kvferry.connectors.sglang.receiver import RoomReceiver  # noqa: PLC0415
+    from kvferry.connectors.sglang.sender import RoomSender  # noqa: PLC0415
+
+    check_scheduler(
+        sglang.__version__,
+        [
+            ("BaseKVManager", PrefillManager),
+            ("BaseKVManager", DecodeManager),
+            ("BaseKVSender", RoomSender),
+            ("BaseKVReceiver", RoomReceiver),
+        ],
+    )
+    # SGLang itself passes only the room to senders and receivers.
+    HookRegistry.register(CREATE_SENDER, _bind_sender, HookType.AFTER)
+    HookRegistry.register(SEND_METADATA, _bind_receiver, HookType.BEFORE)
+    HookRegistry.register(RELEASE, _close_endpoint, HookType.BEFORE)
+    HookRegistry.register(IS_IDLE, _is_idle, HookType.AFTER)
     HookRegistry.apply_hooks()
 
 
@@ -101,3 +120,24 @@ def _bind_receiver(queue: Any, decode_req: Any, *_: Any, **__: Any) -> None:
         decode_req.kv_receiver.bind_request(decode_req.req, queue.scheduler.sliding_window_size)
         # After this timeout SGLang would reuse pages that may still be written.
         queue.transfer_queue.deferred_kv_release_timeout = math.inf
+
+
+def _is_idle(idle: bool, scheduler: Any, for_health_check: bool = False, **_: Any) -> bool:
+    """Return False while a failed room's pages are held.
+
+    SGLang 0.5.21 and 0.5.22 ignore these pages, so flushing the cache would free them too early,
+    and then a second time.
+    """
+    queue = scheduler.disagg_decode_transfer_queue
+    holds_pages = queue is not None and queue.has_pending_deferred_releases()
+    return idle and (for_health_check or not holds_pages)
+
+
+def _close_endpoint(scheduler: Any, *_: Any, **__: Any) -> None:
+    """Close the endpoint before a scheduler ends; SGLang has waited for its requests."""
+    from kvferry.connectors.sglang.managers import RankManager  # noqa: PLC0415
+
+    for queue in (scheduler.disagg_prefill_bootstrap_queue, scheduler.disagg_decode_prealloc_queue):
+        manager = getattr(queue, "kv_manager", None)
+        if isinstance(manager, RankManager):
+            manager.close()

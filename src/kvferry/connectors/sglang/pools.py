@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry import DType
+from kvferry import DType, Parallel, Span, touched_pages
 from kvferry.connectors.sglang.states import StateBuffer
 
 DRAFT = "draft"
@@ -17,12 +17,16 @@ SCALES = "scales"
 
 @dataclass(frozen=True, kw_only=True)
 class RankPosition:
-    """TP and PP rank of a scheduler within its data-parallel replica."""
+    """TP and PP rank of a scheduler within its data-parallel replica.
+
+    ``dcp`` neighbouring TP ranks have the same heads and take turns at tokens.
+    """
 
     tp: int
     tp_rank: int
     pp: int = 1
     pp_rank: int = 0
+    dcp: int = 1
 
     @property
     def rank(self) -> int:
@@ -100,6 +104,23 @@ class SglangCache:
     window: WindowPool | None = None
     auxiliary: tuple[AuxiliaryPool, ...] = ()
     index: Buffers | None = None
+
+    @property
+    def listed_page_tokens(self) -> int:
+        """Tokens in a page as SGLang lists it: those of all ranks that share them."""
+        return self.buffers.page_tokens * self.position.dcp
+
+    def own_pages(self, pages: list[int], first: int, end: int) -> list[int]:
+        """Return those of the listed pages of some tokens that hold a token of this rank."""
+        position = self.position
+        if position.dcp == 1:
+            return pages
+        mine = Parallel(tp=position.tp, dcp=position.dcp).tokens(position.tp_rank)
+        some = mine.clip(Span(first, end))
+        local = mine.local_index(some.first)
+        touched = touched_pages(Span(local, local + some.num_tokens), self.buffers.page_tokens)
+        skipped = first // self.listed_page_tokens
+        return pages[touched.first - skipped : touched.end - skipped]
 
     @property
     def names_pages_twice(self) -> bool:

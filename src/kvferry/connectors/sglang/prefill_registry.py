@@ -140,6 +140,12 @@ class PrefillRegistry:
         reason = self._rejection if server is None else server.problem
         return f"the prefill server at {address} cannot be used: {reason}"
 
+    def close(self) -> None:
+        """Stop watching all servers."""
+        for server in self._servers.values():
+            server.close()
+        self._servers.clear()
+
     def _server(self, address: str) -> PrefillServer | None:
         if address not in self._servers:
             try:

@@ -167,6 +167,10 @@ class RoomReceiver:
             self.abort_notified = True
             self._handle.abort()
 
+    def is_abort_release_safe(self) -> bool:
+        """Return whether no peer can write to this room's pages any more."""
+        return self._handle is None or self._handle.released
+
     def clear(self) -> None:
         """Release the room's handle; SGLang calls this last."""
         if self._handle is not None:

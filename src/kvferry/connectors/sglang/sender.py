@@ -43,7 +43,9 @@ class RoomSender:
         bootstrap_addr: str,
         bootstrap_room: int,
         req_has_disagg_prefill_dp_rank: bool = False,
+        **_: Any,
     ) -> None:
+        # SGLang 0.5.21 also passes ranks, which the layout has.
         self.kv_mgr = mgr
         self.bootstrap_room = bootstrap_room
         # SGLang sets it if it sends a chunk before the kernels have written its pages.
@@ -131,8 +133,7 @@ class RoomSender:
         """Return a chunk's number of tokens; whole pages if SGLang does not report it."""
         if given is not None:
             return given
-        page_tokens = self.kv_mgr.settings.cache.buffers.page_tokens
-        most = num_pages * page_tokens
+        most = num_pages * self.kv_mgr.settings.cache.listed_page_tokens
         return (
             most if self._prompt is None else min(most, self._prompt.num_tokens - self._tokens_sent)
         )
@@ -165,15 +166,17 @@ class RoomSender:
 
     def _push(self, handle: Outgoing, end: int, kept: list[int], after: Waitable | None) -> None:
         """Push all tokens before ``end``; ``kept`` are the pages of the window, empty before it."""
-        first, page_tokens = self._tokens_pushed, self.kv_mgr.settings.cache.buffers.page_tokens
+        cache, first = self.kv_mgr.settings.cache, self._tokens_pushed
+        page_tokens = cache.listed_page_tokens
         if end <= first:
             return
         all_given = end == self._tokens_sent
         num_pages = len(self._held) if all_given else end // page_tokens - first // page_tokens
         pages, self._held = self._held[:num_pages], self._held[num_pages:]
         self._tokens_pushed = end
+        pages = cache.own_pages(pages, first, end)
         given: list[int] | dict[str, Sequence[int | None]] = pages
-        if self.kv_mgr.settings.cache.window is not None:
+        if cache.window is not None:
             given = {KV: pages, WINDOW: kept or [None] * len(pages)}
         handle.push((first, end), given, after=after)
 

@@ -1,6 +1,6 @@
 """Settings of this backend, read from a running SGLang scheduler.
 
-Written against the version that ``plugin`` names. ``compat`` rejects unsupported configurations.
+``unsupported`` rejects configurations that the backend does not support.
 """
 
 from __future__ import annotations
@@ -19,16 +19,8 @@ from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
 from kvferry import (
     ClusterKey,
     DType,
-    EndpointConfig,
     EventRecorder,
     InputError,
-)
-from kvferry.connectors.sglang.compat import (
-    BLOCK_SCALES,
-    INDEX_KEYS,
-    ROWS,
-    WINDOWS,
-    check_supported,
 )
 from kvferry.connectors.sglang.index_keys import with_index_keys
 from kvferry.connectors.sglang.instances import Replica
@@ -44,15 +36,20 @@ from kvferry.connectors.sglang.pools import (
     WindowPool,
 )
 from kvferry.connectors.sglang.settings import (
-    HOST,
     RankSettings,
     dtype_of,
-    liveness_in,
     model_of,
     no_synchronization,
-    transport_in,
+    read_settings,
 )
 from kvferry.connectors.sglang.states import StateBuffer
+from kvferry.connectors.sglang.unsupported import (
+    BLOCK_SCALES,
+    INDEX_KEYS,
+    ROWS,
+    WINDOWS,
+    check_supported,
+)
 
 # Elements of K or V per block scale.
 SCALE_BLOCK = 32
@@ -64,24 +61,23 @@ def settings_of(kv_args: Any, server_args: Any, *, is_mla: bool, is_prefill: boo
     check_supported(kv_args, is_mla=is_mla)
     model = ModelConfig.from_server_args(server_args)
     draft = _draft_model(kv_args, server_args)
-    key = ClusterKey.from_environment()
-    host = _host(key)
+    given = read_settings(os.environ)
+    key = given.key()
+    config = given.endpoint_config(host=_host(key), deadline_s=_deadline_s(is_prefill=is_prefill))
     gpu = _gpu()
     return RankSettings(
         cache=_cache(kv_args, model, draft, is_mla=is_mla, gpu=gpu),
-        replica=_replica(host, is_prefill=is_prefill),
+        replica=_replica(config.host, is_prefill=is_prefill),
         rows=MetadataRows(
             kv_args.aux_data_ptrs,
             kv_args.aux_data_lens,
             kv_args.aux_item_lens,
             checksums=bool(get_disagg().disaggregation_enable_kv_checksum),
         ),
-        model=model_of(model, server_args, os.environ, draft=draft),
+        model=model_of(model, server_args, given.model, draft=draft),
         dtype=dtype_of(model),
-        transport=transport_in(os.environ),
-        bootstrap_s=float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
-        waiting_s=float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()),
-        config=EndpointConfig(host=host, protocol=liveness_in(os.environ)),
+        transport=given.transport,
+        config=config,
         discovery=_discovery() if is_prefill else None,
         key=key,
         record_event=EventRecorder(_device(gpu)).computed,
@@ -117,6 +113,7 @@ def _cache(kv_args: Any, model: Any, draft: Any, *, is_mla: bool, gpu: int | Non
             tp_rank=parallel.attn_tp_rank,
             pp=parallel.pp_size,
             pp_rank=parallel.pp_rank,
+            dcp=parallel.attn_dcp_size,
         ),
         heads=heads,
         buffers=replace(own, layers=here),
@@ -308,10 +305,15 @@ def _discovery() -> str:
     return url
 
 
+def _deadline_s(*, is_prefill: bool) -> float:
+    """Return SGLang's time limit of a room; at prefill it covers bootstrap and prefill too."""
+    bootstrap_s = float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get())
+    waiting_s = float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get())
+    return bootstrap_s + waiting_s if is_prefill else waiting_s
+
+
 def _host(key: ClusterKey | None) -> str:
     """Return the address where peers reach this rank; loopback without a cluster key."""
-    if HOST in os.environ:
-        return os.environ[HOST]
     return "127.0.0.1" if key is None else str(get_local_ip_auto())
 
 

@@ -7,28 +7,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from msgspec.structs import replace
+import msgspec
 
 from kvferry import (
     ClusterKey,
     DType,
     EndpointConfig,
     InputError,
-    ProtocolConfig,
     Transport,
     Waitable,
     model_fingerprint,
 )
-from kvferry.connectors.liveness import LIVENESS, LIVENESS_SETTINGS
+from kvferry.connectors.settings import TransferSettings
 from kvferry.connectors.sglang.instances import Replica
 from kvferry.connectors.sglang.metadata import MetadataRows
 from kvferry.connectors.sglang.pools import SglangCache
 
-TRANSPORT = "KVFERRY_TRANSPORT"
-HOST = "KVFERRY_HOST"
-# The user's name for the checkpoint, if the two sides store it in different formats.
-MODEL = "KVFERRY_MODEL"
-DEFAULT_TRANSPORT = "auto"
+PREFIX = "KVFERRY_"
 
 
 def no_pending_work() -> Waitable | None:
@@ -55,8 +50,6 @@ class RankSettings:
     model: str
     dtype: str
     transport: str | Transport
-    bootstrap_s: float
-    waiting_s: float
     config: EndpointConfig = field(default_factory=EndpointConfig)
     discovery: str | None = None
     key: ClusterKey | None = None
@@ -69,19 +62,18 @@ def dtype_of(model: Any) -> str:
     return str(DType.parse(str(model.dtype)))
 
 
-def model_of(
-    model: Any, server_args: Any, environment: Mapping[str, str], draft: Any = None
-) -> str:
-    """Return the fingerprint of the model and of the draft whose cache is transferred, if any."""
+def model_of(model: Any, server_args: Any, given: str | None, draft: Any = None) -> str:
+    """Return the fingerprint of the model and of the draft whose cache is transferred, if any.
+
+    ``given``: the user's name for the checkpoint, if the two sides store it in different formats.
+    """
     overrides = json.loads(server_args.json_model_override_args or "{}")
     if draft is not None:
-        overrides["draft model"] = _fingerprint(draft, server_args, environment, {})
-    return _fingerprint(model, server_args, environment, overrides)
+        overrides["draft model"] = _fingerprint(draft, server_args, given, {})
+    return _fingerprint(model, server_args, given, overrides)
 
 
-def _fingerprint(
-    model: Any, server_args: Any, environment: Mapping[str, str], overrides: dict[str, Any]
-) -> str:
+def _fingerprint(model: Any, server_args: Any, given: str | None, overrides: dict[str, Any]) -> str:
     return model_fingerprint(
         model.model_path,
         model.hf_text_config.to_dict(),
@@ -89,27 +81,40 @@ def _fingerprint(
         tokenizer=server_args.tokenizer_path,
         revision=model.revision,
         overrides=overrides,
-        given=environment.get(MODEL),
+        given=given,
     )
 
 
-def transport_in(environment: Mapping[str, str]) -> str:
-    """Return the configured transport."""
-    return environment.get(TRANSPORT) or DEFAULT_TRANSPORT
+class ServerSettings(TransferSettings, frozen=True, kw_only=True):
+    """Settings of a server, each in the environment variable ``KVFERRY_`` and its name.
+
+    ``deadline_s`` replaces the time limits of SGLang for a room.
+    """
 
 
-def liveness_in(environment: Mapping[str, str]) -> ProtocolConfig:
-    """Return the liveness timeouts that the environment sets."""
-    config = LIVENESS
-    for name in LIVENESS_SETTINGS:
-        variable = f"KVFERRY_{name.upper()}"
-        text = environment.get(variable)
+def variable_of(name: str) -> str:
+    """Return the environment variable of a setting."""
+    return PREFIX + name.upper()
+
+
+def read_settings(environment: Mapping[str, str]) -> ServerSettings:
+    """Return the settings in the environment. Raises ``InputError`` with the remedy."""
+    given = {}
+    for setting in msgspec.structs.fields(ServerSettings):
+        text = environment.get(variable_of(setting.name))
         if text:
-            try:
-                config = replace(config, **{name: float(text)})
-            except ValueError as error:
-                raise InputError(
-                    f"{variable} must be a number of seconds, such as "
-                    f"{getattr(LIVENESS, name):g}, not {text!r:.80}: {error}"
-                ) from None
-    return config
+            given[setting.name] = _value_of(setting, text)
+    settings = ServerSettings(**given)
+    settings.endpoint_config(host="127.0.0.1", deadline_s=1.0)  # Validate the combination too.
+    return settings
+
+
+def _value_of(setting: Any, text: str) -> Any:
+    """Return a setting's value; only ``options`` are JSON."""
+    try:
+        if setting.type == dict[str, str]:
+            return msgspec.json.decode(text, type=setting.type)
+        return msgspec.convert(text, setting.type, strict=False)
+    except msgspec.DecodeError as error:
+        name = variable_of(setting.name)
+        raise InputError(f"{name}={text!r:.80}: {error}; correct it or unset it") from None

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvferry.connectors.vllm.compat import missing_import
+
 if TYPE_CHECKING:
     from kvferry.connectors.vllm.connector import KVFerryConnector
 
@@ -20,6 +22,10 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> object:
         if name != "KVFerryConnector":
             raise AttributeError(f"kvferry.connectors.vllm has no {name!r}")
-        from kvferry.connectors.vllm.connector import KVFerryConnector  # noqa: PLC0415
+        import vllm  # noqa: PLC0415
 
+        try:
+            from kvferry.connectors.vllm.connector import KVFerryConnector  # noqa: PLC0415
+        except ImportError as error:
+            raise missing_import(vllm.__version__, error) from error
         return KVFerryConnector

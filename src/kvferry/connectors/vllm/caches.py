@@ -25,6 +25,7 @@ from kvferry import (
     Window,
 )
 from kvferry.connectors.states import StatePart
+from kvferry.connectors.vllm.index_keys import holds_index_keys, index_tensors
 from kvferry.connectors.vllm.paging import BlockTables, Paging
 from kvferry.connectors.vllm.states import PlacedState, StateSharding, StateSpec, place_states
 
@@ -42,8 +43,9 @@ class CacheView(NamedTuple):
 class EngineShape(NamedTuple):
     """Sharding of an engine as seen by one rank, and the whole model's KV heads.
 
-    ``stages``: number of layers of each pipeline stage. ``num_heads``: 1 with MLA. The last two
-    fields describe recurrent state, as in ``StateSharding``.
+    ``stages``: number of layers of each pipeline stage. ``num_heads``: 1 with MLA.
+    ``channels_first`` and ``bc_groups`` describe recurrent state, as in ``StateSharding``. The last
+    three are sizes of context parallelism.
     """
 
     tp: int
@@ -54,6 +56,27 @@ class EngineShape(NamedTuple):
     on_cpu: bool
     channels_first: bool = False
     bc_groups: int | None = None
+    pcp: int = 1
+    dcp: int = 1
+    interleave: int = 1
+
+    @property
+    def sharding(self) -> Parallel:
+        """Sharding of the whole engine.
+
+        Ranks of prefill context parallelism (PCP) have copies, unless they are among those that
+        share tokens (DCP): all PCP ranks, and all TP ranks or none.
+        """
+        divided = self.pcp if self.dcp > 1 else 1
+        return Parallel(
+            tp=self.tp,
+            pp=len(self.stages),
+            stages=self.stages,
+            cp=divided,
+            dcp=self.dcp // divided,
+            interleave=self.interleave,
+            copies=self.pcp // divided,
+        )
 
     @property
     def state_sharding(self) -> StateSharding:
@@ -77,7 +100,7 @@ class EngineShape(NamedTuple):
     @property
     def own_layers(self) -> range:
         """Layers of this rank's pipeline stage."""
-        stage = self.rank // self.tp
+        stage = self.rank // (self.pcp * self.tp)
         first = sum(self.stages[:stage])
         return range(first, first + self.stages[stage])
 
@@ -125,17 +148,17 @@ def plan_caches(
     for name, view in views.items():
         _check_view(name, view)
     page_tokens = _common_page_tokens(views.values())
-    paging = Paging(engine.block_tokens, page_tokens, engine.on_cpu)
+    held = engine.sharding.tokens(engine.rank)
+    paging = Paging(engine.block_tokens, page_tokens, engine.on_cpu, engine.dcp, held)
     order = _order(views)
     tensor = f"blocks_of_{page_tokens}_tokens" if engine.on_cpu else "content"
     groups = tuple(
         _group(name, alike, views[min(alike.layers.items())[1]], engine, (tensor, paging))
         for name, alike in found.items()
     )
-    sharding = Parallel(tp=engine.tp, pp=len(engine.stages), stages=engine.stages)
     of_states = [(alike, group) for alike, own in placed for group in own.groups]
     spec = CacheSpec(engine.num_layers, groups + tuple(group for _, group in of_states))
-    layout = Layout(spec, sharding, page_tokens=paging.page_cells, order=order)
+    layout = Layout(spec, engine.sharding, page_tokens=paging.page_cells, order=order)
     tables = BlockTables(
         paging,
         groups,
@@ -266,8 +289,12 @@ def _group(
     units = _units(role, num_heads, engine)
     name, paging = tensor
     kind = Paged() if alike.window is None else Window(paging.window_cells(alike.window))
-    held = Tensor(name, DType.parse(view.dtype), content * paging.cell_tokens)
-    return Group(role, kind, tuple(_numbers(alike, engine)), units, (held,))
+    tensors: tuple[Tensor, ...] = (
+        Tensor(name, DType.parse(view.dtype), content * paging.cell_tokens),
+    )
+    if holds_index_keys(role) and not paging.whole_pages:
+        tensors = index_tensors(role, content * DType.parse(view.dtype).num_bytes)
+    return Group(role, kind, tuple(_numbers(alike, engine)), units, tensors)
 
 
 def _units(role: str, num_heads: int, engine: EngineShape) -> int:

@@ -1,9 +1,12 @@
 """Differences between the vLLM versions that the connector supports. Imports no vLLM by itself.
 
-A version in ``TESTED_VERSIONS`` ran the real-engine tests. Older versions are refused: 0.30 answers
-right but does not release the blocks of a prefill. A newer version is judged by the hooks of its
-connector base class: if all of them are there the connector starts with a warning, else it refuses
-and names the first missing hook.
+A version in ``TESTED_VERSIONS`` ran the real-engine tests. Any other is judged by what it has: with
+all names, hooks and fields that the connector uses it starts with a warning, and otherwise it is
+refused with the first one that is missing. ``caches.py`` judges the layout of the caches.
+
+vLLM 0.30 calls ``wait_for_save`` only in steps that compute something. The connector therefore
+handles in ``handle_preemptions``, the first hook of every step in every version, what may come with
+an empty step.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from kvferry import InputError
 
 log = logging.getLogger("vllm.kvferry")
 
-TESTED_VERSIONS = ("0.31", "0.32")
+TESTED_VERSIONS = ("0.30", "0.31", "0.32")
 # The hooks that the connector relies on vLLM to call.
 HOOKS = (
     "build_connector_meta",
@@ -36,26 +39,36 @@ HOOKS = (
     "update_state_after_alloc",
     "wait_for_save",
 )
+# Fields of vLLM's ``SchedulerOutput``.
+STEP_FIELDS = ("has_sync_kv_loads", "kv_connector_block_state", "preempted_req_ids")
 
 
-def check_version(version: str, base: type) -> None:
-    """Raise ``InputError`` if a vLLM is too old or lacks a hook; warn if it was never tested.
+def check_version(version: str, base: type, step: type) -> None:
+    """Raise ``InputError`` if an untested vLLM lacks something; warn if it lacks nothing.
 
-    ``base`` is that vLLM's ``KVConnectorBase_V1``.
+    ``base`` is that vLLM's ``KVConnectorBase_V1``, and ``step`` its ``SchedulerOutput``.
     """
-    release = _release(version)
-    if release in map(_release, TESTED_VERSIONS):
+    if _release(version) in map(_release, TESTED_VERSIONS):
         return
-    tested = ", ".join(TESTED_VERSIONS)
-    if release is not None and release < (0, 31):
-        raise InputError(f"vLLM {version:.40} is too old; install a tested version ({tested})")
-    missing = [hook for hook in HOOKS if not hasattr(base, hook)]
-    if missing:
-        raise InputError(
-            f"vLLM {version:.40} has no connector hook {missing[0]}(); "
-            f"install a tested version ({tested}), or a kvferry that supports this one"
-        )
-    log.warning("untested-version vllm=%s tested=%r", version, tested)
+    for hook in HOOKS:
+        if not hasattr(base, hook):
+            raise _lacking(version, f"no connector hook {hook}()")
+    for name in STEP_FIELDS:
+        if not hasattr(step, name):
+            raise _lacking(version, f"no SchedulerOutput.{name}")
+    log.warning("untested-version vllm=%s tested=%r", version, ", ".join(TESTED_VERSIONS))
+
+
+def missing_import(version: str, error: ImportError) -> InputError:
+    """Return the refusal of a vLLM from which the connector can't import a name."""
+    return _lacking(version, f"not what the connector imports ({error})")
+
+
+def _lacking(version: str, what: str) -> InputError:
+    return InputError(
+        f"vLLM {version:.40} has {what}; install a tested version ({', '.join(TESTED_VERSIONS)}), "
+        f"or a kvferry that supports this one"
+    )
 
 
 def _release(version: str) -> tuple[int, int] | None:

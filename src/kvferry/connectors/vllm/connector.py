@@ -16,18 +16,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import (
+    get_pcp_group,
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+)
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from kvferry.connectors.vllm.compat import cache_hit_source, check_version
 from kvferry.connectors.vllm.decode_scheduler import DecodeScheduler
 from kvferry.connectors.vllm.engine import (
     block_groups,
     cache_dtype,
-    check_parallelism,
     engine_shape,
     fingerprint,
+    num_left_to_decode,
     replica_index,
+    shared_block_tokens,
 )
 from kvferry.connectors.vllm.metadata import DecodeMetadata, PrefillMetadata
 from kvferry.connectors.vllm.metrics import KVFerryPromMetrics, KVFerryStats
@@ -67,8 +73,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        check_version(vllm.__version__, KVConnectorBase_V1)
-        check_parallelism(vllm_config)
+        check_version(vllm.__version__, KVConnectorBase_V1, SchedulerOutput)
         self._groups = block_groups(vllm_config, kv_cache_config)
         config = self._kv_transfer_config
         settings = read_settings(config.kv_connector_extra_config)
@@ -78,13 +83,15 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._arrivals = Arrivals(set(), set(), set(), {})
         if role is KVConnectorRole.SCHEDULER:
             states = {p: g.state for p, g in enumerate(self._groups) if g.state is not None}
-            selector = BlockSelector(vllm_config.cache_config.block_size, states)
+            selector = BlockSelector(shared_block_tokens(vllm_config), states)
             self._scheduler = ConnectorScheduler(
                 PrefillScheduler(name, selector) if config.is_kv_producer else None,
                 DecodeScheduler(selector) if config.is_kv_consumer else None,
                 model=model,
                 dtype=cache_dtype(vllm_config),
-                leaves_last=bool(states) or any(g.window is not None for g in self._groups),
+                num_left=num_left_to_decode(vllm_config, self._groups),
+                # The replicas of a model with experts step together.
+                waits_when_idle=vllm_config.parallel_config.data_parallel_size == 1,
             )
         else:
             self._worker = ConnectorWorker(settings, key, name, model)
@@ -127,6 +134,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             meta.reasons if isinstance(meta, FailureReasons) else {},
         )
 
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """Return the cache groups that a transfer fills: all, also those no prefix cache holds."""
+        return tuple(range(len(self._groups)))
+
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -144,8 +155,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Create the rank's endpoints."""
         parallel, config = self._vllm_config.parallel_config, self._kv_transfer_config
-        stage = get_pp_group().rank_in_group
-        rank = stage * parallel.tensor_parallel_size + get_tensor_model_parallel_rank()
+        group = get_pp_group().rank_in_group * parallel.prefill_context_parallel_size
+        group += get_pcp_group().rank_in_group
+        rank = group * parallel.tensor_parallel_size + get_tensor_model_parallel_rank()
         first = next(iter(kv_caches.values()), None)
         on_cpu = isinstance(first, torch.Tensor) and first.device.type == "cpu"
         self._worker.register(
@@ -157,6 +169,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             sends=config.is_kv_producer,
             receives=config.is_kv_consumer,
             fails_early=config.kv_load_failure_policy == "fail" and len(self._groups) == 1,
+            zeroes_rest=self._kv_cache_config.needs_kv_cache_zeroing,
         )
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -175,7 +188,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
         """Push computed layers while the others are computed, if that is worthwhile."""
-        self._worker.cache_computed(self._metadata.prefill, layer_name)
+        self._worker.cache_computed(layer_name)
 
     def wait_for_save(self) -> None:
         """Push the rest of the step. Its blocks are held until they were read."""
@@ -183,7 +196,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests whose blocks are free again or filled."""
-        self._arrivals = self._worker.take_arrivals()
+        self._arrivals = self._worker.take_arrivals(may_wait=self._metadata.decode.may_wait)
         return KVConnectorTransferResults(
             finished_sending=self._worker.take_sent(),
             finished_recving=self._arrivals.received,

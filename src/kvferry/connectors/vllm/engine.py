@@ -6,6 +6,7 @@ stages, because that depends on vLLM's environment.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from kvferry import InputError, model_fingerprint
@@ -20,17 +21,11 @@ KEEP_STATE = "MambaSpec"
 BC_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
 
 
-def check_parallelism(vllm_config: Any) -> None:
-    """Refuse context parallelism at start-up."""
-    parallel = vllm_config.parallel_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            raise InputError(f"the connector does not support {name} above 1 yet; leave it out")
-
-
 def block_groups(vllm_config: Any, kv_cache_config: Any) -> list[BlockGroup]:
     """Return vLLM's cache groups. Raises ``InputError`` if one is not supported."""
     groups = kv_cache_config.kv_cache_groups
+    if _dcp(vllm_config) > 1:
+        _check_divided([group.kv_cache_spec for group in groups])
     has_state = any(type(group.kv_cache_spec).__name__ == KEEP_STATE for group in groups)
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager and not has_state:
         return [BlockGroup(frozenset(group.layer_names)) for group in groups]
@@ -54,6 +49,28 @@ def block_groups(vllm_config: Any, kv_cache_config: Any) -> list[BlockGroup]:
             f"vLLM --disable-hybrid-kv-cache-manager"
         )
     return found
+
+
+def _check_divided(specs: Sequence[Any]) -> None:
+    """Refuse groups of which every rank has all tokens, beside those that ranks share."""
+    for spec in specs:
+        kind = type(spec).__name__
+        divided = kind not in KEEP_WINDOW and getattr(spec, "dcp_sharded", True)
+        if kind != KEEP_STATE and not divided:
+            raise InputError(
+                "decode context parallelism can't be carried yet beside windows or a draft model, "
+                "of which each rank has all tokens; leave out --decode-context-parallel-size or "
+                "--speculative-config"
+            )
+
+
+def shared_block_tokens(vllm_config: Any) -> int:
+    """Return the tokens in a block of vLLM's scheduler, over all ranks that share them."""
+    return int(vllm_config.cache_config.block_size) * _dcp(vllm_config)
+
+
+def _dcp(vllm_config: Any) -> int:
+    return int(vllm_config.parallel_config.decode_context_parallel_size)
 
 
 def _block_group(names: frozenset[str], spec: Any) -> BlockGroup:
@@ -88,6 +105,23 @@ def _window(spec: Any) -> int | None:
     )
 
 
+def num_left_to_decode(vllm_config: Any, groups: Sequence[BlockGroup]) -> int:
+    """Return how many of a prompt's last tokens prefill must leave to decode.
+
+    vLLM computes the last token at decode in any case, to get the first token of the answer. In a
+    window layer that token needs one more earlier token than the next one does, and a recurrent
+    state must not include it yet.
+
+    With several MTP modules, each computes its entry of a token from one token further ahead. At
+    the end of a prompt these are drafts, which decode would take for verified tokens.
+    """
+    keeps_latest = any(g.state is not None or g.window is not None for g in groups)
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.use_multi_module_mtp():
+        return int(keeps_latest)
+    return max(int(keeps_latest), int(speculative.num_speculative_tokens) - 1)
+
+
 def engine_shape(
     vllm_config: Any, rank: int, *, on_cpu: bool, channels_first: bool = False
 ) -> EngineShape:
@@ -106,6 +140,9 @@ def engine_shape(
         on_cpu=on_cpu,
         channels_first=channels_first,
         bc_groups=_bc_groups(model.hf_text_config),
+        pcp=parallel.prefill_context_parallel_size,
+        dcp=_dcp(vllm_config),
+        interleave=parallel.cp_kv_cache_interleave_size,
     )
 
 

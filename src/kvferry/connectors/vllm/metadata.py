@@ -16,11 +16,16 @@ BlocksByGroup = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class OpenRoom:
-    """The engine starts to prefill a prompt of ``tokens`` tokens for a room."""
+    """The engine starts to prefill a prompt of ``tokens`` tokens for a room.
+
+    ``is_late``: push the room when the request has ended. Its answer is what names the room to
+    decode, or the prompt may have to be computed again, because a load in its first step failed.
+    """
 
     request: str
     room: Room
     tokens: int
+    is_late: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,18 +65,24 @@ class PrefillMetadata:
 
     opened: list[OpenRoom] = field(default_factory=list)
     pushed: list[PushTokens] = field(default_factory=list)
-    # Rooms that lost their blocks or will never be complete.
+    # Rooms that lost their blocks or will never be complete. A decode may wait for them.
     abandoned: list[Room] = field(default_factory=list)
+    # The same, for rooms that no decode knows.
+    forgotten: list[Room] = field(default_factory=list)
     # Finished requests whose blocks are held until their room is released.
     held: list[tuple[str, Room]] = field(default_factory=list)
 
 
 @dataclass
 class DecodeMetadata:
-    """Metadata for the targets of a rank."""
+    """Metadata for the targets of a rank.
+
+    ``may_wait``: the step computes nothing, so that it may wait a moment for rooms to end.
+    """
 
     received: list[ReceiveRoom] = field(default_factory=list)
     # Rooms that will not be received, with their prefill instances.
     declined: list[tuple[Room, str]] = field(default_factory=list)
     # Requests whose rooms are to be aborted.
     aborted: list[str] = field(default_factory=list)
+    may_wait: bool = False

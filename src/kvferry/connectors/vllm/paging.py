@@ -7,6 +7,9 @@ kernels store the K of a (block, head) transposed.
 Each of vLLM's cache groups has its own blocks for a request. In a window group, vLLM reuses the
 blocks before the window while the prompt is still being computed, so they are never transferred.
 In a state group only one block of the list holds the state.
+
+With decode context parallelism (DCP) a block holds its tokens of as many ranks, which take turns: a
+rank packs its share into its own page of that number.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from kvferry import Group, InputError, Span, touched_pages
+from kvferry import Group, InputError, Span, Tokens, touched_pages
 from kvferry.connectors.vllm.metadata import BlocksByGroup
 from kvferry.connectors.vllm.states import StateSpec
 
@@ -24,13 +27,23 @@ PagesByGroup = dict[str, list[int | None]]
 
 
 class Paging(msgspec.Struct, frozen=True):
-    """Block, page and cell sizes of one rank's caches."""
+    """Block, page and cell sizes of one rank's caches.
+
+    ``block_tokens`` is the share of one rank. ``held`` are the tokens of this rank, one of ``dcp``.
+    """
 
     block_tokens: int
     page_tokens: int
     whole_pages: bool
+    dcp: int = 1
+    held: Tokens = Tokens()
 
     def __post_init__(self) -> None:
+        if self.whole_pages and self.dcp > 1:
+            raise InputError(
+                "pages of vLLM's CPU kernels can't be divided by tokens; leave out "
+                "--decode-context-parallel-size"
+            )
         if self.page_tokens < 1 or self.block_tokens % self.page_tokens:
             raise InputError(
                 f"vLLM's blocks of {self.block_tokens} tokens are no multiple of its kernels' "
@@ -64,14 +77,37 @@ class Paging(msgspec.Struct, frozen=True):
         per_block = self.block_tokens // self.page_tokens
         return [block * per_block + i for block in blocks for i in range(per_block)]
 
+    def rest(self, blocks: Sequence[int], num_tokens: int) -> dict[int, int]:
+        """Return the pages of the last block that ``num_tokens`` tokens do not fill.
+
+        Each with the number of its tokens that are used.
+        """
+        last_block = (num_tokens - 1) // (self.block_tokens * self.dcp)
+        used = len(self._own(0, num_tokens)) - last_block * self.block_tokens
+        last = enumerate(self.pages(blocks[last_block:][:1]))
+        tokens = {page: max(0, used - i * self.page_tokens) for i, page in last}
+        return {page: some for page, some in tokens.items() if some < self.page_tokens}
+
     def touched(self, pages: Sequence[int], first: int, end: int) -> list[int]:
         """Return the pages of a request that hold the cells from ``first`` to ``end``."""
-        touched = touched_pages(Span(first, end), self.page_cells)
+        touched = touched_pages(self._own(first, end), self.page_cells)
         return list(pages[touched.first : touched.end])
+
+    def blocks_of(self, first: int, end: int) -> Span:
+        """Return the blocks of the tokens from ``first`` to ``end``."""
+        return touched_pages(Span(first, end), self.block_tokens * self.dcp)
+
+    def _own(self, first: int, end: int) -> Span:
+        """Return this rank's share of these cells, counted from its first cell."""
+        mine = self.held.clip(Span(first, end))
+        start = self.held.local_index(mine.first)
+        return Span(start, start + mine.num_tokens)
 
 
 class BlockSelector(msgspec.Struct, frozen=True):
     """Selects the blocks to transfer. ``states`` has the state groups by their index.
+
+    ``block_tokens`` counts the tokens of all ranks that share a block.
 
     Of a state group's list, only the block with the state after the last token is selected.
     """

@@ -1,9 +1,10 @@
 """Requests that this engine prefills for other instances, on the scheduler's side.
 
 A room opens with the request's first chunk, receives every chunk as it is scheduled, and is closed
-with the prompt's last token. The blocks of a finished request are held until every rank has
-released the room. A preempted request loses its blocks and therefore its room. It is computed again
-in a new room, unless the caller chose the room.
+with the prompt's last token. Workers push a late room when the request has ended (``held``). The
+blocks of a finished request are held until every rank has released the room. A preempted request
+loses its blocks and therefore its room. It is computed again in a new room, unless the caller chose
+the room.
 """
 
 from __future__ import annotations
@@ -69,12 +70,22 @@ class PrefillScheduler:
         self._requests[request_id] = SourceRequest(own_room, num_tokens, digest, room is not None)
         return True
 
-    def scheduled(self, request_id: str, end: int, blocks: Sequence[Sequence[int]]) -> None:
-        """Push the tokens up to ``end``, which the next step computes."""
+    def scheduled(
+        self,
+        request_id: str,
+        end: int,
+        blocks: Sequence[Sequence[int]],
+        *,
+        may_repeat: bool = False,
+    ) -> None:
+        """Push the tokens up to ``end``, which the next step computes.
+
+        ``may_repeat``: vLLM may compute the step's new requests again.
+        """
         request = self._requests[request_id]
         if request.room is None or request.is_closed:
             return
-        self._open(request_id, request, request.room)
+        self._open(request_id, request, request.room, may_repeat=may_repeat)
         end = min(end, request.num_tokens)
         request.is_closed = end == request.num_tokens
         first_block = request.num_computed // self._selector.block_tokens
@@ -88,35 +99,60 @@ class PrefillScheduler:
         request = self._requests.get(request_id)
         if request is None or not request.is_open or request.room is None:
             return
-        self._metadata.abandoned.append(request.room)
+        self._lose(request, request.room)
         room = None if request.is_room_given else self._new_room()
         self._requests[request_id] = SourceRequest(
             room, request.num_tokens, request.digest, request.is_room_given
         )
 
-    def request_finished(self, request_id: str) -> tuple[bool, dict[str, Any] | None]:
-        """Return whether to hold the request's blocks, and the parameters for decode."""
+    def request_finished(
+        self, request_id: str, *, is_answered: bool
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Return whether to hold the request's blocks, and the parameters for decode.
+
+        ``is_answered``: the request was not aborted, so that its answer can reach a decode.
+        """
         request = self._requests.pop(request_id)
-        if request.room is not None and not request.is_closed:
-            self._abandon(request_id, request, request.room)
-        if request.room is None or not request.is_open:
+        room = request.room
+        if room is None:
             self.released(request_id)
             return False, None
-        self._metadata.held.append((request_id, request.room))
-        params = decode_params(request.room, self._instance, request.num_tokens)
+        if not request.is_room_given:
+            return self._own_room_finished(request_id, request, room, is_answered)
+        if not request.is_closed:
+            self._abandon(request_id, request, room)
+        self._metadata.held.append((request_id, room))
+        params = decode_params(room, self._instance, request.num_tokens)
         return True, params if request.is_closed else None
 
-    def _abandon(self, request_id: str, request: SourceRequest, room: Room) -> None:
-        """Abandon an incomplete room. A decode may already wait in a room that it has chosen."""
-        if request.is_room_given:
-            self._open(request_id, request, room)
+    def _own_room_finished(
+        self, request_id: str, request: SourceRequest, room: Room, is_answered: bool
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Push a room that only the answer names, or forget it: nobody waits for it."""
+        if is_answered and request.is_closed:
+            self._metadata.held.append((request_id, room))
+            return True, decode_params(room, self._instance, request.num_tokens)
         if request.is_open:
-            self._metadata.abandoned.append(room)
+            self._lose(request, room)
+        return False, None
 
-    def _open(self, request_id: str, request: SourceRequest, room: Room) -> None:
+    def _abandon(self, request_id: str, request: SourceRequest, room: Room) -> None:
+        """Abandon an incomplete room that the caller chose."""
+        self._open(request_id, request, room)
+        self._lose(request, room)
+
+    def _lose(self, request: SourceRequest, room: Room) -> None:
+        lost = self._metadata.abandoned if request.is_room_given else self._metadata.forgotten
+        lost.append(room)
+
+    def _open(
+        self, request_id: str, request: SourceRequest, room: Room, *, may_repeat: bool = False
+    ) -> None:
         if not request.is_open:
             request.is_open = True
-            self._metadata.opened.append(OpenRoom(request_id, room, request.num_tokens))
+            is_late = may_repeat or not request.is_room_given
+            opened = OpenRoom(request_id, room, request.num_tokens, is_late)
+            self._metadata.opened.append(opened)
 
     def released(self, request_id: str) -> None:
         """Forget the room of a request whose blocks no rank reads any more."""

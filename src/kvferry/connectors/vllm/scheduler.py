@@ -21,6 +21,9 @@ from kvferry.connectors.vllm.prefill_scheduler import PrefillScheduler
 
 log = logging.getLogger("vllm.kvferry")
 
+# Names of the statuses of requests whose answer has no transfer parameters or no reader.
+UNANSWERED = ("FINISHED_ABORTED", "FINISHED_ERROR")
+
 
 class ConnectorScheduler:
     """Rooms of one engine's requests."""
@@ -32,19 +35,20 @@ class ConnectorScheduler:
         *,
         model: str,
         dtype: str,
-        leaves_last: bool = False,
+        num_left: int = 0,
+        waits_when_idle: bool = False,
     ) -> None:
-        """With ``leaves_last`` only decode computes a prompt's last token.
+        """``num_left``: how many of a prompt's last tokens only decode computes.
 
-        vLLM computes it at decode in any case, to get the first token of the answer. In a window
-        layer that token needs one more earlier token than the next one does, and a recurrent
-        state must not include it yet.
+        ``waits_when_idle``: a step that computes nothing may wait a moment for rooms to end. It
+        must not in engines that step together.
         """
         self._prefill = prefill
         self._decode = decode
         self._model = model
         self._dtype = dtype
-        self._num_left = int(leaves_last)
+        self._num_left = num_left
+        self._waits_when_idle = waits_when_idle
 
     def add_request(self, request: Any) -> None:
         """Add a new request, if it has transfer parameters."""
@@ -116,10 +120,14 @@ class ConnectorScheduler:
                 if request_id in self._prefill:
                     end = num_computed + output.num_scheduled_tokens[request_id]
                     blocks = output.kv_connector_block_state.get_block_ids(request_id)
-                    self._prefill.scheduled(request_id, end, blocks)
+                    self._prefill.scheduled(
+                        *(request_id, end, blocks), may_repeat=output.has_sync_kv_loads
+                    )
+        decode = self._decode.take_metadata() if self._decode is not None else DecodeMetadata()
+        decode.may_wait = self._waits_when_idle and not output.total_num_scheduled_tokens
         return (
             self._prefill.take_metadata() if self._prefill is not None else PrefillMetadata(),
-            self._decode.take_metadata() if self._decode is not None else DecodeMetadata(),
+            decode,
         )
 
     def transfers_ended(
@@ -143,7 +151,8 @@ class ConnectorScheduler:
             self._decode.request_finished(request.request_id)
         if self._prefill is None or request.request_id not in self._prefill:
             return False, None
-        return self._prefill.request_finished(request.request_id)
+        is_answered = request.status.name not in UNANSWERED
+        return self._prefill.request_finished(request.request_id, is_answered=is_answered)
 
 
 def _truncate(request: Any, num_tokens: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvferry import KvferryError, LayerPushTuner, Outgoing, Room, SourceEndpoint, Waitable
 from kvferry.connectors.vllm.metadata import OpenRoom, PrefillMetadata, PushTokens
@@ -49,13 +50,25 @@ class LayerSteps:
         return None if missing else layer
 
 
+class ComputedPrompt(NamedTuple):
+    """The last chunk of a prompt, and what to wait for before reading it."""
+
+    push: PushTokens
+    computed: Waitable | None
+
+
 @dataclass
 class RoomAtSource:
-    """One room of one rank. Its handle is None if the room could not be opened."""
+    """One room of one rank.
+
+    Its handle is None if the room could not be opened, or if it is late and the request runs.
+    """
 
     request: str
     pages: PushedPages
     handle: Outgoing | None
+    # The prompt of a room that is not opened yet.
+    prompt: ComputedPrompt | None = None
     # Whether the scheduler holds the blocks until the room is released.
     is_held: bool = False
     is_abandoned: bool = False
@@ -68,6 +81,9 @@ class RoomAtSource:
 
 class PrefillRankRooms:
     """Rooms of one prefill rank.
+
+    A late room is opened and pushed when its request has ended, so that it does not delay the
+    answer. Any other room is pushed while its prompt is computed.
 
     ``tuner`` chooses how many layers to push at a time while a step computes. Whether vLLM reports
     single layers is not known in advance, since captured graphs do not: layers that were not pushed
@@ -85,7 +101,9 @@ class PrefillRankRooms:
         self._tables = tables
         self._counts = counts
         self._tuner = tuner
-        # State of the current step: layers per push, and the layers computed and pushed so far.
+        # State of the current step: what is pushed during it, layers per push, and the layers
+        # computed and pushed so far.
+        self._pushing: list[PushTokens] = []
         self._per_push = tuner.num_layers
         self._computed_to = self._pushed_to = tuner.first
         self._rooms: dict[Room, RoomAtSource] = {}
@@ -99,25 +117,33 @@ class PrefillRankRooms:
             self._open(opened)
         for abandoned in metadata.abandoned:
             self._abandon(abandoned)
+        for forgotten in metadata.forgotten:
+            self._rooms.pop(forgotten, None)
+        for request, name in metadata.held:
+            self._hold(request, name)
         for push in metadata.pushed:
             self._prepare(push)
         self._computed_to = self._pushed_to = self._tuner.first
-        if metadata.pushed:
-            chunks = [self._new_cells(push) for push in metadata.pushed]
+        self._pushing = [push for push in metadata.pushed if self._rooms[push.room].handle]
+        if self._pushing:
+            chunks = [self._new_cells(push) for push in self._pushing]
             num_cells = sum(chunk[0][1] - chunk[0][0] for chunk in chunks if chunk is not None)
             self._tuner.begin(max(1, num_cells))
             link_cost = self._endpoint.link_cost
             self._per_push = self._tuner.per_push(num_cells, num_cells, link_cost)
 
-    def layer_computed(
-        self, metadata: PrefillMetadata, layer: int, event: Callable[[], Waitable | None]
-    ) -> None:
+    @property
+    def is_pushing(self) -> bool:
+        """Whether the current step's tokens are pushed by its end."""
+        return bool(self._pushing)
+
+    def layer_computed(self, layer: int, event: Callable[[], Waitable | None]) -> None:
         """Push the layers computed so far, if enough of them wait.
 
         ``event`` returns what to wait for before reading the layer. Layers that are computed out of
         order wait for the end of the step.
         """
-        if not metadata.pushed or layer != self._computed_to:
+        if layer != self._computed_to:
             return
         self._computed_to = end = layer + 1
         is_last = end == self._tuner.end
@@ -127,17 +153,18 @@ class PrefillRankRooms:
         if pushes_whole_step or (end - self._pushed_to < self._per_push and not is_last):
             return
         computed = event()
-        for push in metadata.pushed:
+        for push in self._pushing:
             self._push_layers(push, computed, (self._pushed_to, end))
         self._pushed_to = end
 
     def end_step(self, metadata: PrefillMetadata, computed: Waitable | None) -> None:
         """Push the rest of the step's tokens, which may be read once ``computed`` has happened."""
         for push in metadata.pushed:
-            self._push_rest(push, computed)
-        for request, name in metadata.held:
-            unknown = RoomAtSource(request, PushedPages(self._tables, 0), None)
-            self._rooms.setdefault(name, unknown).is_held = True
+            room = self._rooms[push.room]
+            if room.handle is not None:
+                self._push_rest(push, computed)
+            elif push.digest is not None:
+                room.prompt = ComputedPrompt(push, computed)
 
     def take_sent(self) -> set[str]:
         """Return the requests whose blocks have become free. Each is returned once."""
@@ -153,14 +180,29 @@ class PrefillRankRooms:
         return {room.request for room in ended.values() if room.is_held}
 
     def _open(self, opened: OpenRoom) -> None:
-        handle = None
+        pages = PushedPages(self._tables, opened.tokens)
+        handle = self._open_handle(opened.room) if not opened.is_late else None
+        self._rooms[opened.room] = RoomAtSource(opened.request, pages, handle)
+
+    def _open_handle(self, name: Room) -> Outgoing | None:
         try:
-            handle = self._endpoint.open(opened.room)
+            return self._endpoint.open(name)
         except KvferryError as error:
             # The request is computed anyway. Decode waits for this room until its deadline.
-            log.warning("room-refused room=%r reason=%r", opened.room, str(error))
-        pages = PushedPages(self._tables, opened.tokens)
-        self._rooms[opened.room] = RoomAtSource(opened.request, pages, handle)
+            log.warning("room-refused room=%r reason=%r", name, str(error))
+            return None
+
+    def _hold(self, request: str, name: Room) -> None:
+        """Hold a request's blocks until its room is released, and open the room if it is not."""
+        unknown = RoomAtSource(request, PushedPages(self._tables, 0), None)
+        room = self._rooms.setdefault(name, unknown)
+        room.is_held = True
+        prompt, room.prompt = room.prompt, None
+        if prompt is None or room.handle is not None:
+            return
+        room.handle = self._open_handle(name)
+        self._push_layers(*prompt, layers=None)
+        self._close(*prompt)
 
     def _abandon(self, name: Room) -> None:
         """Abort a room whose blocks are about to be reused.
@@ -169,9 +211,12 @@ class PrefillRankRooms:
         so that it does not matter what a write in flight still reads.
         """
         room = self._rooms.get(name)
-        if room is None or room.handle is None:
+        if room is None:
             return
-        room.is_abandoned = True
+        room.is_abandoned, room.prompt = True, None
+        room.handle = room.handle or self._open_handle(name)
+        if room.handle is None:
+            return
         room.handle.abort()
         try:
             room.handle.wait(ABANDON_S)
@@ -198,21 +243,24 @@ class PrefillRankRooms:
 
     def _push_rest(self, push: PushTokens, computed: Waitable | None) -> None:
         """Push the layers that were not pushed during the step, and close a complete room."""
-        room, (first, end) = self._rooms[push.room], (self._pushed_to, self._tuner.end)
-        if room.handle is None:
-            return
+        first, end = self._pushed_to, self._tuner.end
         if first < end:
             layers = None if first == self._tuner.first else (first, end)
             self._push_layers(push, computed, layers)
         chunk = self._new_cells(push)
         if chunk is not None:
-            room.pages.end = chunk[0][1]
+            self._rooms[push.room].pages.end = chunk[0][1]
         if push.digest is not None:
-            room.handle.close(
+            self._close(push, computed)
+
+    def _close(self, push: PushTokens, computed: Waitable | None) -> None:
+        handle = self._rooms[push.room].handle
+        if handle is not None:
+            handle.close(
                 tokens=self._tables.paging.cells(push.end),
                 states=self._tables.rows(push.blocks),
                 after=computed,
-                digest=push.digest,
+                digest=push.digest or b"",
             )
 
     def handles(self) -> list[Outgoing]:

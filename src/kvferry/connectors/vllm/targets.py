@@ -10,6 +10,7 @@ earlier through the list of bad blocks, so that it can answer while the blocks a
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,9 +21,7 @@ from kvferry import (
     Incoming,
     KvferryError,
     Room,
-    Span,
     TargetEndpoint,
-    touched_pages,
 )
 from kvferry.connectors.vllm.metadata import DecodeMetadata, ReceiveRoom
 from kvferry.connectors.vllm.paging import BlockTables
@@ -83,6 +82,8 @@ class DecodeRankRooms:
         self._counts = counts
         self._fails_early = fails_early
         self._rooms: dict[str, RoomAtTarget] = {}
+        # Set when a room has ended or is released, or its opening was refused.
+        self._changed = threading.Event()
 
     def __len__(self) -> int:
         return len(self._rooms)
@@ -113,6 +114,7 @@ class DecodeRankRooms:
             room.refusal = Failure.of(FailureCode.REFUSED, str(error))
         if order.blocks:
             self._rooms[order.request] = room
+            self._watch(room.handle)
         elif room.refusal is not None:
             log.warning("not-completed room=%r reason=%r", order.room, room.refusal.message)
 
@@ -130,8 +132,24 @@ class DecodeRankRooms:
             digest=order.digest,
         )
 
+    def _watch(self, handle: Incoming | None) -> None:
+        if handle is None:
+            self._changed.set()
+            return
+        handle.on_end(lambda _: self._changed.set())
+        handle.on_release(self._changed.set)
+
+    def wait_for_end(self, timeout_s: float) -> None:
+        """Wait until a room may have ended, if there are rooms.
+
+        This also leaves the GIL to the endpoint's threads, which a busy engine delays.
+        """
+        if self._rooms:
+            self._changed.wait(timeout_s)
+
     def take_arrivals(self) -> Arrivals:
         """Return the results since the last call. Each is returned once."""
+        self._changed.clear()
         arrivals = Arrivals(set(), set(), set(), {})
         for request, room in list(self._rooms.items()):
             if room.failure is not None and not room.is_reported:
@@ -149,7 +167,7 @@ class DecodeRankRooms:
 
     def _unfilled_blocks(self, order: ReceiveRoom) -> tuple[int, ...]:
         """Return the blocks to fill. With several cache groups, block ids would be ambiguous."""
-        blocks = touched_pages(Span(order.prefix, order.tokens), self._tables.paging.block_tokens)
+        blocks = self._tables.paging.blocks_of(order.prefix, order.tokens)
         return order.blocks[0][blocks.first : blocks.end]
 
     def handles(self) -> list[Incoming]:

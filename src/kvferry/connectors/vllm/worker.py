@@ -27,11 +27,14 @@ from kvferry.connectors.vllm.caches import (
     EngineShape,
     plan_caches,
 )
-from kvferry.connectors.vllm.metadata import DecodeMetadata, PrefillMetadata
+from kvferry.connectors.vllm.metadata import DecodeMetadata, PrefillMetadata, ReceiveRoom
 from kvferry.connectors.vllm.settings import ConnectorSettings
 from kvferry.connectors.vllm.sources import LayerSteps, PrefillRankRooms
 from kvferry.connectors.vllm.stats import RoomCounts
 from kvferry.connectors.vllm.targets import Arrivals, DecodeRankRooms
+
+# How long a step that computes nothing waits for a room to end. vLLM sleeps as long after it.
+IDLE_WAIT_S = 1e-3
 
 
 class ConnectorWorker:
@@ -49,6 +52,7 @@ class ConnectorWorker:
         self._targets: DecodeRankRooms | None = None
         self._steps = LayerSteps(())
         self._endpoints: list[SourceEndpoint | TargetEndpoint] = []
+        self._rests: BlockRests | None = None
         self.counts = RoomCounts()
 
     def register(
@@ -60,8 +64,12 @@ class ConnectorWorker:
         sends: bool,
         receives: bool,
         fails_early: bool,
+        zeroes_rest: bool = False,
     ) -> None:
-        """Create the rank's endpoints over its caches."""
+        """Create the rank's endpoints over its caches.
+
+        ``zeroes_rest``: vLLM relies on zeros after a request's last token.
+        """
         kept = kept or [BlockGroup(frozenset(caches))]
         distinct = _distinct(caches, kept)
         plan = plan_caches({name: _view(cache) for name, cache in distinct.items()}, engine, kept)
@@ -74,6 +82,8 @@ class ConnectorWorker:
             self._targets = DecodeRankRooms(
                 target, plan.tables, self.counts, fails_early=fails_early
             )
+            if zeroes_rest and not plan.tables.paging.whole_pages:
+                self._rests = BlockRests(plan, distinct)
         if sends:
             source = SourceEndpoint(plan.layout, pools, **self._endpoint_options(engine.rank))
             self._endpoints.append(source)
@@ -90,7 +100,7 @@ class ConnectorWorker:
             "transport": self._settings.transport,
             "discovery": self._settings.discovery,
             "key": self._key,
-            "config": self._settings.endpoint_config(),
+            "config": self._settings.rank_config(),
         }
 
     def begin_step(self, metadata: PrefillMetadata) -> None:
@@ -99,11 +109,13 @@ class ConnectorWorker:
             self._steps.begin()
             self._sources.begin_step(metadata)
 
-    def cache_computed(self, metadata: PrefillMetadata, name: str) -> None:
+    def cache_computed(self, name: str) -> None:
         """Push layers during the forward pass, after the kernels of a cache were launched."""
+        if self._sources is None or not self._sources.is_pushing:
+            return
         layer = self._steps.computed(name)
-        if self._sources is not None and layer is not None:
-            self._sources.layer_computed(metadata, layer, self._events.computed)
+        if layer is not None:
+            self._sources.layer_computed(layer, self._events.computed)
 
     def end_step(self, metadata: PrefillMetadata) -> None:
         """Push the rest of a step, after its forward pass."""
@@ -114,16 +126,21 @@ class ConnectorWorker:
     def start_receives(self, metadata: DecodeMetadata) -> None:
         """Start to receive caches into their blocks."""
         if self._targets is not None:
+            for order in metadata.received:
+                if self._rests is not None and order.blocks:
+                    self._rests.zero(order)
             self._targets.begin_step(metadata)
 
     def take_sent(self) -> set[str]:
         """Return the requests whose blocks are not read any more. Each is returned once."""
         return set() if self._sources is None else self._sources.take_sent()
 
-    def take_arrivals(self) -> Arrivals:
+    def take_arrivals(self, *, may_wait: bool = False) -> Arrivals:
         """Return the requests whose blocks are not written any more. Each is returned once."""
         if self._targets is None:
             return Arrivals(set(), set(), set(), {})
+        if may_wait:
+            self._targets.wait_for_end(IDLE_WAIT_S)
         return self._targets.take_arrivals()
 
     def close(self) -> None:
@@ -153,6 +170,28 @@ def _distinct(caches: Mapping[str, Any], kept: Sequence[BlockGroup]) -> dict[str
     return dict(found.values())
 
 
+class BlockRests:
+    """Zeroes what a transfer leaves of a request's last blocks. A transfer writes other bytes.
+
+    vLLM zeroes new blocks of some models, but not those that it expects a transfer to fill.
+    """
+
+    def __init__(self, plan: CachePlan, caches: Mapping[str, torch.Tensor]) -> None:
+        self._paging = plan.tables.paging
+        self._caches = [
+            (plan.tables.places[group], _token_views(plan, group, caches[name]).values())
+            for group, layers in plan.names.items()
+            for name in layers.values()
+        ]
+
+    def zero(self, order: ReceiveRoom) -> None:
+        """Zero the tokens after a room's last one, on the current stream."""
+        for place, views in self._caches:
+            for page, used in self._paging.rest(order.blocks[place], order.tokens).items():
+                for view in views:
+                    view[page, :, used:] = 0
+
+
 def _view(cache: torch.Tensor) -> CacheView:
     dtype = str(cache.dtype).removeprefix("torch.")
     return CacheView(tuple(cache.shape), tuple(cache.stride()), dtype)
@@ -162,10 +201,11 @@ def pools_of(
     plan: CachePlan, caches: Mapping[str, torch.Tensor]
 ) -> dict[str, dict[str, dict[int, torch.Tensor]]]:
     """Return views of the caches for an endpoint, by group, tensor and layer."""
-    pools = {
-        group: {plan.tensor: {layer: _pool(plan, caches[name]) for layer, name in layers.items()}}
-        for group, layers in plan.names.items()
-    }
+    pools: dict[str, dict[str, dict[int, torch.Tensor]]] = {}
+    for group, layers in plan.names.items():
+        for layer, name in layers.items():
+            for tensor, view in _token_views(plan, group, caches[name]).items():
+                pools.setdefault(group, {}).setdefault(tensor, {})[layer] = _pool(plan, view)
     for part, layers in plan.states:
         rows = {layer: _rows(part, caches[name]) for layer, name in layers.items()}
         pools.setdefault(part.group, {})[part.tensor] = rows
@@ -179,8 +219,23 @@ def _rows(part: StatePart, cache: torch.Tensor) -> torch.Tensor:
     return blocks[:, part.first_byte : end].view(-1, part.num_units, part.unit_bytes)
 
 
-def _pool(plan: CachePlan, cache: torch.Tensor) -> torch.Tensor:
+def _token_views(plan: CachePlan, group: str, cache: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return views of a cache by tensor, each as [pages, heads, tokens, content]."""
+    pages, heads, tokens, content = cache.shape
     if plan.tables.paging.whole_pages:
-        pages, heads, tokens, content = cache.shape
-        cache = cache.view(pages, heads, 1, tokens * content)
+        return {plan.tensor: cache.view(pages, heads, 1, tokens * content)}
+    tensors = plan.layout.spec.group(group).tensors
+    if len(tensors) == 1:
+        return {plan.tensor: cache}
+    # Index keys, of which a page has one tensor after the other.
+    found, first = {}, cache.storage_offset()
+    for tensor in tensors:
+        width = tensor.elements
+        shape, strides = (pages, 1, tokens, width), (cache.stride(0), tokens * width, width, 1)
+        found[tensor.name] = cache.as_strided(shape, strides, first)
+        first += tokens * width
+    return found
+
+
+def _pool(plan: CachePlan, cache: torch.Tensor) -> torch.Tensor:
     return cache if plan.layout.order is Order.HND else cache.transpose(1, 2)

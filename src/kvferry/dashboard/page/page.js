@@ -117,7 +117,7 @@
   function updateInstance(card, one) {
     const [top, note, tiles, use] = card.children;
     card.dataset.instance = one.name;
-    card.classList.toggle("unready", !one.ready);
+    card.classList.toggle("unready", one.note !== "");
     card.classList.toggle("many", one.ranks.length > MANY);
     text(top.children[0], one.name);
     top.children[0].title = one.name;
@@ -338,16 +338,8 @@
   }
   async function run() { for (;;) { await poll(); await new Promise((resolve) => setTimeout(resolve, POLL_MS)); } }
 
-  // ---------------------------------------------------------------- theme and events
+  // ---------------------------------------------------------------- events
 
-  const THEMES = ["auto", "light", "dark"];
-  function setTheme(theme) {
-    if (theme === "auto") delete document.documentElement.dataset.theme; else document.documentElement.dataset.theme = theme;
-    text($("theme"), theme[0].toUpperCase() + theme.slice(1));
-    localStorage.setItem("kvferry-theme", theme);
-  }
-  $("theme").onclick = () => setTheme(THEMES[(THEMES.indexOf(localStorage.getItem("kvferry-theme") || "auto") + 1) % 3]);
-  setTheme(localStorage.getItem("kvferry-theme") || "auto");
   $("token-form").onsubmit = (event) => {
     event.preventDefault();
     token = $("token").value.trim();

@@ -1,17 +1,16 @@
-"""The state of the cluster for the discovery service's page: endpoint reports and the registry."""
+"""The state of the cluster for the page, from the reports of its endpoints."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 
-from kvferry.discovery.registry import InstanceRegistry
 from kvferry.errors import Refused
 from kvferry.layout.layout import Layout
 from kvferry.plan.pictures import as_svg
 from kvferry.plan.plan import Request
 from kvferry.plan.reshard import reshard
-from kvferry.telemetry.cluster import ClusterMonitor, Registered
+from kvferry.telemetry.cluster import ClusterMonitor
 from kvferry.telemetry.status import ClusterStatus, EndpointStatus, ReportRequest
 from kvferry.telemetry.waterfall import Waterfall
 
@@ -21,15 +20,13 @@ POLL_S = 0.05
 # The request whose plan is drawn.
 DRAWN = Request(8192)
 MAX_DRAWN = 16
-# Workers register their HTTP address under this suffix. That is not an instance that sends.
-HTTP_SUFFIX = "@http"
 
 
-class DiscoveryStatus:
-    """Endpoint reports, and answers to the page. Belongs to the service's event loop."""
+class InstanceStatusBoard:
+    """Endpoints' reports, and answers to the page. Belongs to the service's event loop."""
 
-    def __init__(self, registry: InstanceRegistry) -> None:
-        self._registry = registry
+    def __init__(self, served_by: str) -> None:
+        self._served_by = served_by
         self._cluster = ClusterMonitor()
         self._drawn: dict[tuple[Layout, Layout], str] = {}
 
@@ -51,8 +48,7 @@ class DiscoveryStatus:
 
     async def look(self) -> ClusterStatus:
         """Return the current state of the cluster."""
-        now, wall = time.monotonic(), time.time()
-        return self._cluster.status(registered(self._registry), now, wall, "discovery")
+        return self._cluster.status(time.monotonic(), time.time(), self._served_by)
 
     async def waterfall(self, room: str) -> Waterfall | None:
         """Return a room's trace once every live endpoint has reported it, or after a timeout."""
@@ -75,24 +71,7 @@ class DiscoveryStatus:
         return self._drawn[layouts]
 
     def _layout(self, name: str) -> Layout:
-        view = self._registry.resolve(name)
-        layout = view.layout if view is not None else self._cluster.layout_of(name)
+        layout = self._cluster.layout_of(name)
         if layout is None:
             raise LookupError(f"no rank of {name!r:.100} has reported its layout; check the name")
         return layout
-
-
-def registered(registry: InstanceRegistry) -> list[Registered]:
-    """Return every instance that has registered to send."""
-    return [
-        Registered(
-            name=one.name,
-            note="" if one.complete else one.note,
-            sharding=one.layout,
-            transport=one.transport,
-            num_ranks=one.num_ranks,
-            ranks=registry.ranks_of(one.name),
-        )
-        for one in registry.summaries()
-        if not one.name.endswith(HTTP_SUFFIX)
-    ]

@@ -30,6 +30,12 @@ class Renewal(msgspec.Struct, frozen=True):
     lease_s: LeaseSeconds
 
 
+class LongerLease(msgspec.Struct, frozen=True):
+    """Answer to a renewal whose lease is longer than was asked for."""
+
+    lease_s: float
+
+
 class DiscoveryErrorBody(msgspec.Struct, frozen=True):
     """Code and message of an error."""
 

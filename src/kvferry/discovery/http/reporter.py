@@ -1,4 +1,4 @@
-"""Sends an endpoint's status to the discovery service, for its page and ``kvferry top``."""
+"""Sends an endpoint's status to the discovery or status service, for ``kvferry top`` and pages."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from concurrent.futures import Future
 import msgspec
 
 from kvferry.discovery.backoff import Backoff
+from kvferry.discovery.client import DiscoveryClient
 from kvferry.discovery.http.calls import DiscoveryCalls, decoded
 from kvferry.discovery.http.messages import rank_path
 from kvferry.discovery.loop_thread import LoopThread
 from kvferry.discovery.records import DiscoveryError, DiscoveryFault
+from kvferry.discovery.status_page import STATUS_NAME, status_url_in
+from kvferry.errors import Misuse
 from kvferry.ids import Peer
 from kvferry.security.keys import ClusterKey
 from kvferry.telemetry.status import EndpointStatus, ReportRequest
@@ -33,29 +36,47 @@ LEAVE_S = 1.0
 class StatusReporter:
     """Sends an endpoint's view until ``close``, as often as the service asks for it.
 
-    ``make`` is called on the reporter's own thread.
+    ``make`` is called on the reporter's own thread. Nothing is sent before ``report_to``.
     """
 
     def __init__(
-        self, url: str, key: ClusterKey | None, peer: Peer, incarnation: int, make: MakeView
+        self, key: ClusterKey | None, peer: Peer, incarnation: int, make: MakeView
     ) -> None:
-        self._calls = DiscoveryCalls(url, key)
+        self._key = key
         self._peer = peer
         self._incarnation = incarnation
         self._make = make
-        self._is_known = False
+        self._url = ""
+        self._may_be_known = False
+        self._calls: DiscoveryCalls | None = None
         self._task: asyncio.Task[None] | None = None
         self._thread = LoopThread("kvferry-status-reporter", self._finish)
-        self._thread.do(self._begin)
+
+    def report_to(self, url: str) -> None:
+        """Report to the service at this URL from now on. From any thread."""
+        with contextlib.suppress(Misuse):
+            self._thread.do(self._begin, url)
 
     def close(self) -> None:
         """Remove the view, within a time limit, and end the thread. Idempotent."""
         self._thread.close()
 
-    def _begin(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run())
+    def _begin(self, url: str) -> None:
+        if url and url != self._url:
+            self._url = url
+            self._task = asyncio.get_running_loop().create_task(self._follow(self._task, url))
 
-    async def _run(self) -> None:
+    async def _follow(self, previous: asyncio.Task[None] | None, url: str) -> None:
+        """End the reports to the previous service and report to this one."""
+        if previous is not None:
+            previous.cancel()
+            await asyncio.gather(previous, return_exceptions=True)
+        if self._calls is not None:
+            await self._calls.close()
+        self._calls, self._may_be_known = DiscoveryCalls(url, self._key), False
+        await self._run(self._calls)
+
+    async def _run(self, calls: DiscoveryCalls) -> None:
         request, backoff = ReportRequest(), Backoff()
         while True:
             pause_s = 0.0
@@ -63,11 +84,12 @@ class StatusReporter:
                 async with asyncio.timeout(VIEW_S):
                     view = await asyncio.wrap_future(self._make(request))
                 path = f"{rank_path(self._peer)}/view"
-                answer = await self._calls.call("PUT", path, msgspec.json.encode(view))
+                # The service may store the view although ``close`` cancels the wait for its answer.
+                self._may_be_known = True
+                answer = await calls.call("PUT", path, msgspec.json.encode(view))
                 request = decoded(answer or b"{}", ReportRequest)
-                self._is_known = True
                 backoff.reset()
-                if not (request.rooms or request.layout):
+                if not request.rooms:
                     pause_s = request.every_s
             except DiscoveryError as error:
                 log.debug("status-report-failed peer=%s fault=%s", self._peer, error.fault)
@@ -82,10 +104,20 @@ class StatusReporter:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        if self._is_known:
+        if self._calls is None:
+            return
+        if self._may_be_known:
             path = f"{rank_path(self._peer)}/view?incarnation={self._incarnation}"
             # If this fails, the page shows the endpoint as silent for a while.
             with contextlib.suppress(DiscoveryError, TimeoutError):
                 async with asyncio.timeout(LEAVE_S):
                     await self._calls.call("DELETE", path)
         await self._calls.close()
+
+
+def follow_status_service(client: DiscoveryClient, report_to: Callable[[str], None]) -> None:
+    """Call back with the URL that takes reports: the discovery service's or a registered one."""
+    if client.discovery.status_url:
+        report_to(client.discovery.status_url)
+    else:
+        client.watch(STATUS_NAME, lambda view: report_to(status_url_in(view)))

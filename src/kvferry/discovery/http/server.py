@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import logging
 import socket
+from abc import ABC, abstractmethod
+from typing import Protocol, Self
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
 
 from kvferry.discovery.http.service import DiscoveryService
 from kvferry.discovery.loop_thread import LoopThread
@@ -24,39 +29,48 @@ SHUTDOWN_S = 1.0
 FILES_EACH = 1
 
 
-class DiscoveryServer:
-    """A discovery service that listens from ``start`` to ``stop``.
+class WebService(Protocol):
+    """A service that a thread can serve."""
 
-    A prefill instance may embed one, or ``kvferry serve discovery`` runs it alone.
-    Without a key it listens on loopback only.
-    """
+    @property
+    def collection(self) -> CollectorRegistry:
+        """Where the service's metrics are."""
 
-    def __init__(
-        self,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        key: ClusterKey | None = None,
-        settle_s: float = SETTLE_S,
-    ) -> None:
+    def application(self) -> web.Application:
+        """Return the routes."""
+
+    async def end(self) -> None:
+        """Answer every waiting request and close connections."""
+
+
+class ServiceThread(ABC):
+    """A web service that listens from ``start`` to ``stop``. Without a key, on loopback only."""
+
+    thread_name: str
+
+    def __init__(self, host: str, port: int, key: ClusterKey | None) -> None:
         self.url = ""
         self._address = checked_bind_address(host, port, key)
         self._port = port
         self._signing_key = key.http if key is not None else None
-        self._settle_s = settle_s
         self._thread: LoopThread | None = None
-        self._service: DiscoveryService | None = None
+        self._service: WebService | None = None
         self._site: HttpSite | None = None
 
-    def start(self) -> DiscoveryServer:
+    @abstractmethod
+    def _make_service(self) -> WebService:
+        """Make the service, on the thread that runs it."""
+
+    def start(self) -> Self:
         """Listen. On return the server accepts connections and ``url`` is set."""
         listener = bind_socket(self._address, self._port)
         self.url = http_url(self._address, listener)
-        self._thread = LoopThread("kvferry-discovery-server", self._finish)
+        self._thread = LoopThread(self.thread_name, self._finish)
         try:
             self._thread.run(self._begin(listener), START_S)
         except TimeoutError:
             raise DiscoveryError(
-                DiscoveryFault.INTERNAL, "the discovery service did not start; see the log"
+                DiscoveryFault.INTERNAL, f"{self.thread_name} did not start; see the log"
             ) from None
         log.info("listening url=%s", self.url)
         return self
@@ -69,19 +83,41 @@ class DiscoveryServer:
         self._thread = None
         log.info("stopped url=%s", self.url)
 
-    def __enter__(self) -> DiscoveryServer:
+    def __enter__(self) -> Self:
         return self.start()
 
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
     async def _begin(self, listener: socket.socket) -> None:
-        self._service = DiscoveryService(self._signing_key, self._settle_s)
-        connections = Connections(limits_here(FILES_EACH), self._service.metrics.collection)
+        self._service = self._make_service()
+        connections = Connections(limits_here(FILES_EACH), self._service.collection)
         self._site = HttpSite(self._service.application(), connections, shutdown_s=SHUTDOWN_S)
         await self._site.start(listener)
 
     async def _finish(self) -> None:
         if self._service is not None and self._site is not None:
-            self._service.stop_waiting()
+            await self._service.end()
             await self._site.stop()
+
+
+class DiscoveryServer(ServiceThread):
+    """A discovery service.
+
+    A prefill instance may embed one, or ``kvferry serve discovery`` runs it alone.
+    """
+
+    thread_name = "kvferry-discovery-server"
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        key: ClusterKey | None = None,
+        settle_s: float = SETTLE_S,
+    ) -> None:
+        super().__init__(host, port, key)
+        self._settle_s = settle_s
+
+    def _make_service(self) -> DiscoveryService:
+        return DiscoveryService(self._signing_key, self._settle_s)

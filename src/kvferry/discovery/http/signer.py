@@ -23,7 +23,7 @@ class RequestSigner:
     """Signs requests to the service at one URL. Without a key it does nothing."""
 
     def __init__(self, base: str, key: ClusterKey | None) -> None:
-        self._base = base
+        self.base = base
         self._key = key.http if key is not None else None
         self._life = ""
 
@@ -43,7 +43,7 @@ class RequestSigner:
 
     async def _request_life(self, session: aiohttp.ClientSession, key: bytes) -> str:
         nonce = new_nonce()
-        url = URL(f"{self._base}/healthz?nonce={nonce}", encoded=True)
+        url = URL(f"{self.base}/healthz?nonce={nonce}", encoded=True)
         async with session.get(url, allow_redirects=False) as response:
             answer = await response.content.read(MAX_BYTES)
         try:
@@ -53,16 +53,16 @@ class RequestSigner:
         if found is None or response.status != 200:
             raise DiscoveryError(
                 DiscoveryFault.UNREACHABLE,
-                f"{self._base} is not a discovery service (it answers {response.status}); "
+                f"{self.base} is not a discovery service (it answers {response.status}); "
                 f"check the URL",
             )
         if not found.life:
             raise DiscoveryError(
                 DiscoveryFault.UNSIGNED,
-                f"{self._base} has no cluster key; start it with the same --key",
+                f"{self.base} has no cluster key; start it with the same --key",
             )
         if not found.fits(key, nonce):
             raise DiscoveryError(
-                DiscoveryFault.UNSIGNED, f"{self._base} has another cluster key; use the same file"
+                DiscoveryFault.UNSIGNED, f"{self.base} has another cluster key; use the same file"
             )
         return found.life

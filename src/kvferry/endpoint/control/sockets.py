@@ -43,6 +43,9 @@ HANDSHAKE_MS = 10_000
 # the connection before that and reconnect at short intervals.
 UNACKNOWLEDGED_MS = 4_000
 CONNECT_MS = 1_000
+# After a source's start, all its targets may connect at once. A connection that does not fit the
+# kernel's queue is tried again a second later.
+BACKLOG = 4096
 # A client takes three sockets, so ZeroMQ's default of 1,023 limits the number of sources.
 MAX_SOCKETS = 1 << 14
 
@@ -95,25 +98,28 @@ class _ControlSocket:
         """Sockets to poll for input."""
         return (self.socket, self._monitor)
 
-    def _drain(self, ready: Container[object] | None) -> list[list[bytes]]:
-        """Return waiting messages, up to a limit, and count connection events."""
+    def _drain(self, ready: Container[object] | None, num_parts: int) -> list[list[bytes]]:
+        """Return waiting messages of so many parts, up to a limit; count other events."""
         if ready is None or self._monitor in ready:
             self._count_connections()
         messages: list[list[bytes]] = []
         if ready is not None and self.socket not in ready:
             return messages
         num_bytes = 0
-        while len(messages) < MAX_BATCH and num_bytes < MAX_BATCH_BYTES:
-            message = _take(self.socket)
+        for _ in range(MAX_BATCH):
+            message = _next_message(self.socket) if num_bytes < MAX_BATCH_BYTES else None
             if message is None:
                 break
-            messages.append(message)
             num_bytes += sum(map(len, message))
+            if len(message) == num_parts:
+                messages.append(message)
+            else:
+                self.counts["malformed"] += 1
         return messages
 
     def _count_connections(self) -> None:
         for _ in range(MAX_BATCH):
-            message = _take(self._monitor)
+            message = _next_message(self._monitor)
             if message is None:
                 return
             event = parse_monitor_message(message)["event"]
@@ -125,7 +131,11 @@ class _ControlSocket:
             else:
                 self.counts["refused"] += 1
 
-    def _send(self, *parts: bytes) -> bool:
+    def send(self, *parts: bytes) -> bool:
+        """Send a frame now, or queue it until connected. A server's frame follows its route.
+
+        Return False if the route is gone or the queue is full.
+        """
         try:
             self.socket.send_multipart(parts, zmq.DONTWAIT)
         except zmq.ZMQError as error:
@@ -177,6 +187,7 @@ class ControlServer(_ControlSocket):
         if self._key is not None:
             self.socket.curve_server = True
             self.socket.curve_secretkey = self._key.server.secret
+        self.socket.backlog = BACKLOG
         self.socket.ipv6 = ":" in host
         try:
             self.socket.bind(f"tcp://{_bracketed(host)}:{port or '*'}")
@@ -194,23 +205,10 @@ class ControlServer(_ControlSocket):
         return (*super().sockets, self._zap)
 
     def receive(self, ready: Container[object] | None = None) -> list[tuple[bytes, bytes]]:
-        """Return the waiting frames with their routes. Never blocks.
-
-        ``ready`` has the readable ones of ``sockets``; None checks them all.
-        """
+        """Return waiting frames with their routes. ``ready``: readable ``sockets``; None: all."""
         if ready is None or self._zap in ready:
             self._authenticate()
-        frames = []
-        for message in self._drain(ready):
-            if len(message) == 2:
-                frames.append((message[0], message[1]))
-            else:
-                self.counts["malformed"] += 1
-        return frames
-
-    def send(self, route: bytes, frame: bytes) -> bool:
-        """Send a frame now. Return False if the route is gone or its queue is full."""
-        return self._send(route, frame)
+        return [(route, frame) for route, frame in self._drain(ready, 2)]
 
     def close(self, linger_ms: int = LINGER_MS) -> None:
         """Stop listening. Frames just sent get ``linger_ms`` to leave. Idempotent."""
@@ -221,7 +219,7 @@ class ControlServer(_ControlSocket):
     def _authenticate(self) -> None:
         """Answer ZeroMQ's authentication requests (RFC 27)."""
         for _ in range(MAX_BATCH):
-            request = _take(self._zap)
+            request = _next_message(self._zap)
             if request is None:
                 return
             if len(request) < 6:
@@ -280,17 +278,7 @@ class ControlClient(_ControlSocket):
 
     def receive(self, ready: Container[object] | None = None) -> list[bytes]:
         """Return the waiting frames. Never blocks. ``ready`` is as for a server."""
-        frames = []
-        for message in self._drain(ready):
-            if len(message) == 1:
-                frames.append(message[0])
-            else:
-                self.counts["malformed"] += 1
-        return frames
-
-    def send(self, frame: bytes) -> bool:
-        """Send a frame, or queue it until connected. Return False if the queue is full."""
-        return self._send(frame)
+        return [frame for (frame,) in self._drain(ready, 1)]
 
     def close(self, linger_ms: int = LINGER_MS) -> None:
         """Disconnect. Frames just sent get ``linger_ms`` to leave. Idempotent."""
@@ -339,7 +327,7 @@ def has_message(source: ZmqSocket) -> bool:
     return bool(events & zmq.POLLIN)
 
 
-def _take(source: ZmqSocket) -> list[bytes] | None:
+def _next_message(source: ZmqSocket) -> list[bytes] | None:
     """Receive one message, or None. Keeps at most the first 16 parts of a message."""
     # Check first: an exception for each empty socket would cost more than the messages.
     if not has_message(source):

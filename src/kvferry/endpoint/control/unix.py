@@ -26,6 +26,7 @@ from typing import Annotated
 
 import msgspec
 
+from kvferry.endpoint.control.bundles import LENGTH, split
 from kvferry.protocol.codec import MAX_FRAME_BYTES
 
 SECRET_BYTES = 32
@@ -40,7 +41,6 @@ MAX_UNSENT_BYTES = 32 << 20
 # Linux process states: running or runnable, sleeping, in a device wait, idle.
 RUNNING = ("R", "S", "D", "I")
 
-_LENGTH = struct.Struct(">I")
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -78,10 +78,7 @@ class UnixChannel:
 
     @property
     def peer_runs(self) -> bool:
-        """Whether the kernel says that the peer's process is not stopped. It may be starved of CPU.
-
-        This needs no action by the peer: neither a turn of its loop nor its GIL.
-        """
+        """Whether the kernel says that the peer's process is not stopped. It may be starved."""
         return not self.over and process_state(self._peer_pid) in RUNNING
 
     @property
@@ -134,16 +131,16 @@ class UnixChannel:
             if not self._check_secret() or len(self._in) < self._expected_bytes:
                 return []
             data = bytes(self._in)
-        frames, at = _split(data)
+        frames, at = split(data)
         self._keep(data[at:])
         return frames
 
     def _keep(self, rest: bytes) -> None:
         """Store an incomplete frame, which is parsed again only when all of it has arrived."""
         self._in, self._expected_bytes = bytearray(rest), 0
-        if len(rest) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(rest)
-            self._expected_bytes = _LENGTH.size + length
+        if len(rest) >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(rest)
+            self._expected_bytes = LENGTH.size + length
             # Longer than any valid frame.
             self.over = length > MAX_FRAME_BYTES
 
@@ -162,20 +159,6 @@ class UnixChannel:
         """Close the connection."""
         self.over = True
         self._socket.close()
-
-
-def _split(data: bytes) -> tuple[list[bytes], int]:
-    """Return the complete frames at the start of ``data``, and where they end."""
-    frames: list[bytes] = []
-    at = 0
-    while at + _LENGTH.size <= len(data):
-        (length,) = _LENGTH.unpack_from(data, at)
-        begin = at + _LENGTH.size
-        if length > MAX_FRAME_BYTES or begin + length > len(data):
-            break
-        frames.append(data[begin : begin + length])
-        at = begin + length
-    return frames, at
 
 
 class UnixServer:

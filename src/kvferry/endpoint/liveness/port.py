@@ -26,6 +26,7 @@ import ipaddress
 import socket
 import struct
 import time
+from contextlib import suppress
 from enum import StrEnum
 
 from kvferry.errors import InputError
@@ -79,8 +80,10 @@ class LivenessPort:
             except OSError:
                 # None waits, it has left already, or the process is out of file descriptors.
                 return
-            with connection:
-                _reply(connection, self._answer)
+            # An error: the other side has left. It probes again if it still needs to know.
+            with connection, suppress(OSError):
+                connection.setblocking(False)
+                connection.send(self._answer)
 
     def leave_open(self) -> None:
         """Keep listening until the process ends, even if this object is garbage-collected."""
@@ -89,18 +92,6 @@ class LivenessPort:
     def close(self) -> None:
         """Stop listening: from now on, peers take this incarnation for dead."""
         self._socket.close()
-
-    def __repr__(self) -> str:
-        return f"<LivenessPort {self.address[0]} port {self.address[1]}>"
-
-
-def _reply(connection: socket.socket, answer: bytes) -> None:
-    try:
-        connection.setblocking(False)
-        connection.send(answer)
-    except OSError:
-        # The other side has left. It probes again if it still needs to know.
-        return
 
 
 def probe(address: Address, incarnation: int, timeout_s: float) -> Liveness:

@@ -1,8 +1,4 @@
-"""The liveness prober: a thread that probes peers until they are proven dead.
-
-Probing blocks, so one thread per endpoint probes all lost peers. It passes each proof to the
-loop as a ``PeerGone`` event.
-"""
+"""The liveness prober: a thread that probes peers, which blocks, until they are proven dead."""
 
 from __future__ import annotations
 
@@ -24,17 +20,15 @@ HINT_INTERVAL_S = 0.05
 # Data that a process gave to the network before it died may still arrive for this long.
 GRACE_S = 0.25
 
-PeerIncarnation = tuple[Peer, int]
-
 
 class Prober:
     """Peers port of a runner. Any thread may call it; ``on_gone`` is called on its own thread."""
 
     def __init__(self, on_gone: Callable[[PeerGone], None], name: str) -> None:
         self._on_gone = on_gone
-        self._probed: dict[PeerIncarnation, Address] = {}
+        self._probed: dict[tuple[Peer, int], Address] = {}
         # Peers that may be dead, and until when to probe them.
-        self._hints: dict[PeerIncarnation, tuple[Address, float]] = {}
+        self._hints: dict[tuple[Peer, int], tuple[Address, float]] = {}
         self._changed = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -48,19 +42,19 @@ class Prober:
                 self._probed[record.life] = metadata.liveness_port
                 self._changed.notify()
 
-    def stop_probing(self, peer: Peer, incarnation: int) -> None:
-        """Stop probing a peer."""
+    def stop_probing(self, record: SessionRecord) -> None:
+        """Stop probing a session's peer."""
         if self._probed:
             with self._changed:
-                self._probed.pop((peer, incarnation), None)
+                self._probed.pop(record.life, None)
 
-    def hint_death(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
+    def hint_death(self, record: SessionRecord) -> None:
         """Probe a peer that may be dead until it answers, for a short while."""
-        decoded = PeerMetadata.decode(metadata)
-        if decoded:
+        metadata = PeerMetadata.decode(record.metadata)
+        if metadata:
             until = time.monotonic() + HINT_DURATION_S
             with self._changed:
-                self._hints[peer, incarnation] = decoded.liveness_port, until
+                self._hints[record.life] = metadata.liveness_port, until
                 self._changed.notify()
 
     def close(self) -> None:
@@ -84,7 +78,7 @@ class Prober:
                 if not self._closing:
                     self._changed.wait(HINT_INTERVAL_S if self._hints else PROBE_INTERVAL_S)
 
-    def _probe(self, life: PeerIncarnation, address: Address) -> None:
+    def _probe(self, life: tuple[Peer, int], address: Address) -> None:
         liveness = probe(address, life[1], PROBE_TIMEOUT_S)
         with self._changed:
             expired = time.monotonic() >= self._hints.get(life, (address, 0.0))[1]

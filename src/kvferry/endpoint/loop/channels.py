@@ -14,6 +14,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 from kvferry.endpoint.control.bundles import bundle, unbundle
@@ -30,8 +31,8 @@ from kvferry.endpoint.loop.poller import Poller
 from kvferry.endpoint.runner.runner import frame_event
 from kvferry.errors import KvferryError
 from kvferry.ids import Peer, Room, Session
-from kvferry.protocol.codec import MAX_FRAME_BYTES, BadFrame, FrameFault, decode, encode
-from kvferry.protocol.events import Cancel, ConnectRefused, Event
+from kvferry.protocol.codec import MAX_FRAME_BYTES, BadFrame, decode, encode
+from kvferry.protocol.events import Cancel, ConnectRefused, Event, Received, WrongVersion
 from kvferry.protocol.messages import Envelope, RoomMessage
 from kvferry.security.keys import ClusterKey
 from kvferry.telemetry.observer import Observer
@@ -58,6 +59,7 @@ class ConnectionLost(NamedTuple):
     peer: Peer | None
 
 
+@dataclass(eq=False)
 class UnixChannels:
     """Polls Unix channels and bounds their number and the memory of incomplete frames.
 
@@ -65,22 +67,21 @@ class UnixChannels:
     a closed channel loses.
     """
 
-    def __init__(self, poller: Poller, observer: Observer) -> None:
-        self._poller = poller
-        self._observer = observer
-        self._channels: dict[object, UnixChannel] = {}
-        # Channels with queued bytes, which wait to become writable.
-        self._full: set[UnixChannel] = set()
-        self._unfinished: dict[UnixChannel, int] = {}
+    poller: Poller
+    observer: Observer
+    _channels: dict[object, UnixChannel] = field(default_factory=dict)
+    # Channels with queued bytes, which wait to become writable.
+    _full: set[UnixChannel] = field(default_factory=set)
+    _unfinished: dict[UnixChannel, int] = field(default_factory=dict)
 
     def add(self, channel: UnixChannel) -> None:
         """Watch a channel, or close it if there are too many."""
         if len(self._channels) >= MAX_CHANNELS:
-            self._observer.refused("too-many-lines")
+            self.observer.refused("too-many-lines")
             channel.close()
             return
         self._channels[channel.fileno()] = channel
-        self._poller.watch(channel.fileno())
+        self.poller.watch(channel.fileno())
 
     def receive(self, ready: Iterable[object]) -> Iterator[tuple[UnixChannel, list[bytes]]]:
         """Return the frames of ready channels; also channels that are over, without frames."""
@@ -100,7 +101,7 @@ class UnixChannels:
             longest = max(self._unfinished, key=lambda one: self._unfinished[one])
             del self._unfinished[longest]
             longest.over = True
-            self._observer.refused("unfinished-frames")
+            self.observer.refused("unfinished-frames")
             yield longest, []
 
     def send(self, channel: UnixChannel, messages: Iterable[bytes]) -> None:
@@ -113,12 +114,12 @@ class UnixChannels:
     def _update_writable(self, channel: UnixChannel) -> None:
         if channel.has_unsent != (channel in self._full) and channel.fileno() in self._channels:
             self._full ^= {channel}
-            self._poller.watch_writable(channel.fileno(), wanted=channel.has_unsent)
+            self.poller.watch_writable(channel.fileno(), wanted=channel.has_unsent)
 
     def drop(self, channel: UnixChannel) -> None:
         """Close a channel."""
         if self._channels.pop(channel.fileno(), None) is not None:
-            self._poller.unwatch(channel.fileno())
+            self.poller.unwatch(channel.fileno())
         self._full.discard(channel)
         self._unfinished.pop(channel, None)
         channel.close()
@@ -134,20 +135,20 @@ class UnixChannels:
             self.drop(channel)
 
 
+@dataclass(eq=False)
 class Channel(ABC, Generic[R]):
     """Common part of both channels. ``R`` is the type of a ZeroMQ route to a peer.
 
     ``answer`` gets the event that fails a room whose frame cannot be sent.
     """
 
-    def __init__(
-        self, me: Peer, poller: Poller, observer: Observer, answer: Callable[[Event], None]
-    ) -> None:
-        self._me = me
-        self._poller = poller
-        self._observer = observer
-        self._answer = answer
-        self._unix_channels = UnixChannels(poller, observer)
+    me: Peer
+    poller: Poller
+    observer: Observer
+    answer: Callable[[Event], None]
+
+    def __post_init__(self) -> None:
+        self._unix_channels = UnixChannels(self.poller, self.observer)
         # Encoded frames that wait to be sent.
         self._outboxes: dict[R | UnixChannel, list[bytes]] = {}
         self._num_waiting = 0
@@ -207,11 +208,11 @@ class Channel(ABC, Generic[R]):
                 self.flush()
         except KvferryError as error:
             # A frame that cannot be encoded fails its own room only.
-            log.warning("unsendable endpoint=%s peer=%s error=%s", self._me, peer, error)
-            self._observer.refused("unsendable")
+            log.warning("unsendable endpoint=%s peer=%s error=%s", self.me, peer, error)
+            self.observer.refused("unsendable")
             if isinstance(envelope.body, RoomMessage):
                 room: Room = envelope.body.room
-                self._answer(Cancel(room))
+                self.answer(Cancel(room))
 
     def _queue(self, peer: Peer, envelope: Envelope) -> None:
         route = self._route_to(peer, envelope.session)
@@ -222,52 +223,42 @@ class Channel(ABC, Generic[R]):
         if frames is None:
             frames = self._outboxes[route] = []
         frames.append(frame)
-        self._observer.frame_out(peer, envelope)
+        self.observer.frame_out(peer, envelope)
 
     def _unbundle(self, message: bytes) -> list[bytes]:
         frames = unbundle(message)
         if frames is None:
-            self._observer.refused("frame-foreign")
+            self.observer.refused("frame-foreign")
         return frames or []
 
-    def _events(self, frames: list[bytes]) -> Iterator[tuple[Session, Event]]:
-        """Decode frames. Yield the event of each with its session."""
+    def _events(self, frames: list[bytes]) -> Iterator[Received | WrongVersion]:
+        """Decode frames, and yield their events."""
         for decoded in [decode(frame) for frame in frames]:
-            event = frame_event(decoded)
             if isinstance(decoded, BadFrame):
-                self._observer.refused(f"frame-{decoded.fault}")
-                if decoded.fault is not FrameFault.VERSION or decoded.header is None:
-                    continue
-                session = decoded.header.session
+                self.observer.refused(f"frame-{decoded.fault}")
             else:
-                session = decoded.session
-                self._observer.frame_in(decoded)
-            assert event is not None
-            yield session, event
+                self.observer.frame_in(decoded)
+            event = frame_event(decoded)
+            if event is not None:
+                yield event
 
 
+@dataclass(eq=False)
 class SourceChannel(Channel[bytes]):
     """Channel of a source: a bound ZeroMQ socket and, for targets of this host, a Unix socket."""
 
-    def __init__(
-        self,
-        me: Peer,
-        poller: Poller,
-        observer: Observer,
-        answer: Callable[[Event], None],
-        server: ControlServer,
-        unix_server: UnixServer | None = None,
-    ) -> None:
-        super().__init__(me, poller, observer, answer)
-        self._server = server
-        self._unix_server = unix_server
+    server: ControlServer
+    unix_server: UnixServer | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._routes: dict[Session, bytes | UnixChannel] = {}
         # Routes whose last send failed.
         self._dead: set[bytes] = set()
-        for one in server.sockets:
-            poller.watch(one)
-        if unix_server is not None:
-            poller.watch(unix_server.fileno())
+        for one in self.server.sockets:
+            self.poller.watch(one)
+        if self.unix_server is not None:
+            self.poller.watch(self.unix_server.fileno())
 
     def receive(self, ready: Collection[object]) -> Iterator[Event | ConnectionLost]:
         """Return what has arrived at the ready sockets, and store the route of each frame."""
@@ -276,23 +267,23 @@ class SourceChannel(Channel[bytes]):
             if channel.over:
                 self._unix_channels.drop(channel)
                 yield ConnectionLost(None)
-        if self._unix_server is not None and self._unix_server.fileno() in ready:
-            for channel in self._unix_server.accept():
+        if self.unix_server is not None and self.unix_server.fileno() in ready:
+            for channel in self.unix_server.accept():
                 self._unix_channels.add(channel)
             self._unix_channels.drop_ended()
-        server = self._server
+        server = self.server
         if not any(one in ready for one in server.sockets):
             return
         for route, message in server.receive(ready):
             yield from self._routed(route, self._unbundle(message))
         if refused := server.counts.pop("refused", 0):
-            self._observer.refused("connection", refused)
+            self.observer.refused("connection", refused)
         if server.counts.pop("dropped", 0):
             yield ConnectionLost(None)
 
     def _routed(self, route: bytes | UnixChannel, frames: list[bytes]) -> Iterator[Event]:
-        for session, event in self._events(frames):
-            self._routes[session.greeting] = route
+        for event in self._events(frames):
+            self._routes[event.session.greeting] = route
             yield event
 
     def _route_to(self, peer: Peer, session: Session) -> bytes | UnixChannel | None:
@@ -301,15 +292,15 @@ class SourceChannel(Channel[bytes]):
 
     def _last_answered_at(self, route: bytes, now: float) -> float | None:
         """Return None for a dead route. The protocol's heartbeats find those, by sending."""
-        return None if route in self._dead else now - self._server.lag_s
+        return None if route in self._dead else now - self.server.lag_s
 
     def _send(self, route: bytes, messages: Iterable[bytes]) -> None:
         for message in messages:
-            if self._server.send(route, message):
+            if self.server.send(route, message):
                 self._dead.discard(route)
             else:
                 self._dead.add(route)
-        self._poller.mark_used(self._server.socket)
+        self.poller.mark_used(self.server.socket)
 
     def keep_routes(self, sessions: Iterable[Session]) -> None:
         """Forget the routes of all other sessions."""
@@ -320,34 +311,21 @@ class SourceChannel(Channel[bytes]):
     def close(self) -> None:
         """Close all sockets."""
         self._unix_channels.close()
-        if self._unix_server is not None:
-            self._poller.unwatch(self._unix_server.fileno())
-            self._unix_server.close()
-        for one in self._server.sockets:
-            self._poller.unwatch(one)
-        self._server.close()
+        if self.unix_server is not None:
+            self.unix_server.close()
+        self.server.close()
 
 
+@dataclass(eq=False)
 class TargetChannel(Channel[ControlClient]):
-    """Channel of a target: a connection to each source, and Unix channels to those of this host.
+    """Channel of a target: a connection to each source, and Unix channels to those of this host."""
 
-    ``address_of`` returns a source's control address, or None if it is unknown.
-    """
+    key: ClusterKey | None
+    address_of: Callable[[Peer], str | None]
+    silence_s: float = SILENCE_S
 
-    def __init__(
-        self,
-        me: Peer,
-        poller: Poller,
-        observer: Observer,
-        answer: Callable[[Event], None],
-        key: ClusterKey | None,
-        address_of: Callable[[Peer], str | None],
-        silence_s: float = SILENCE_S,
-    ) -> None:
-        super().__init__(me, poller, observer, answer)
-        self._key = key
-        self._silence_s = silence_s
-        self._address_of = address_of
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._context = new_context()
         self._clients: dict[Peer, tuple[str, ControlClient]] = {}
         self._by_socket: dict[ZmqSocket, Peer] = {}
@@ -361,15 +339,14 @@ class TargetChannel(Channel[ControlClient]):
     def receive(self, ready: Collection[object]) -> Iterator[Event | ConnectionLost]:
         """Return what has arrived at the ready sockets."""
         for channel, frames in self._unix_channels.receive(ready):
-            yield from (event for _, event in self._events(frames))
+            yield from self._events(frames)
             if channel.over:
                 yield from map(ConnectionLost, self._drop_unix(channel))
         peers = {self._by_socket[one] for one in ready if one in self._by_socket}
         for peer in peers:
             _, client = self._clients[peer]
             for message in client.receive(ready):
-                for _, event in self._events(self._unbundle(message)):
-                    yield event
+                yield from self._events(self._unbundle(message))
             if client.counts.pop("dropped", 0):
                 yield ConnectionLost(peer)
             if client.counts["refused"] >= MAX_REFUSED:
@@ -408,19 +385,19 @@ class TargetChannel(Channel[ControlClient]):
     def _send(self, route: ControlClient, messages: Iterable[bytes]) -> None:
         for message in messages:
             route.send(message)
-        self._poller.mark_used(route.socket)
+        self.poller.mark_used(route.socket)
 
     def _client_for(self, peer: Peer) -> ControlClient | None:
         """Return the connection to a source, made or replaced if its address is new."""
-        address, known = self._address_of(peer), self._clients.get(peer)
+        address, known = self.address_of(peer), self._clients.get(peer)
         if address is None or (known and known[0] == address):
             return known[1] if known else None
         if known:
             self.drop(peer)
-        client = ControlClient(address, self._key, self._context, self._silence_s)
+        client = ControlClient(address, self.key, self._context, self.silence_s)
         self._clients[peer] = address, client
         for one in client.sockets:
-            self._poller.watch(one)
+            self.poller.watch(one)
             self._by_socket[one] = peer
         return client
 
@@ -431,7 +408,7 @@ class TargetChannel(Channel[ControlClient]):
         if peer in self._unix_channel_of:
             self._drop_unix(self._unix_channel_of[peer])
         for one in client.sockets:
-            self._poller.unwatch(one)
+            self.poller.unwatch(one)
             del self._by_socket[one]
         client.close(0)
 

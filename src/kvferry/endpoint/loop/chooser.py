@@ -1,13 +1,14 @@
 """The chooser of a source: binds blocks to pages, and decides which go through staging.
 
-A chunk is bound once. The binding that chose its mode also writes it, and pushes of a few layers
-are cut out of it. The mode of such a push is chosen for the cut alone, so it may differ from the
-mode of the whole chunk.
+A chunk is bound once, and stays in the cache until all of it is written. The binding that chose
+its mode also writes it, and pushes of a few layers are cut out of it. The mode of such a push is
+chosen for the cut alone, so it may differ from the mode of the whole chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from msgspec.structs import replace
@@ -18,7 +19,7 @@ from kvferry.endpoint.outgoing import Outgoing
 from kvferry.errors import InputError
 from kvferry.ids import Room
 from kvferry.plan.bind import Binding, BindingTemplate, RankPair, Tables
-from kvferry.plan.binding_cache import BindingCache, PairPools
+from kvferry.plan.binding_cache import PairPools
 from kvferry.plan.choose import TransferMode, choose, shape_of
 from kvferry.plan.cost import LinkCostTable
 from kvferry.plan.places import PoolMap
@@ -26,33 +27,24 @@ from kvferry.plan.plan import Block
 from kvferry.protocol.events import TransferRequest, Write
 
 
+@dataclass(slots=True, eq=False)
 class Chooser:
-    """Binds and chooses for one source, with the current cost of each link."""
+    """Binds and chooses for one source. ``override`` is the configured mode, if any."""
 
-    def __init__(
-        self,
-        pools: PoolMap,
-        rooms: RoomTable[Outgoing],
-        links: TargetLinkTable,
-        costs: LinkCostTable,
-        override: TransferMode | None = None,
-    ) -> None:
-        self._pools = pools
-        self._rooms = rooms
-        self._links = links
-        self._costs = costs
-        self._override = override
-        # Holds a whole chunk until all of it is written.
-        self._cache = BindingCache()
+    pools: PoolMap
+    rooms: RoomTable[Outgoing]
+    links: TargetLinkTable
+    costs: LinkCostTable
+    override: TransferMode | None = None
 
     def choose(self, transfer: TransferRequest, blocks: Sequence[Block]) -> tuple[bool, ...]:
         """Return for each block whether it goes through staging. Binds blocks on the way."""
         return tuple(self._is_staged(transfer, block) for block in blocks)
 
     def _is_staged(self, transfer: TransferRequest, block: Block) -> bool:
-        link_cost = self._costs.of(transfer.session)
-        if self._override is not None and not link_cost.maps_peer:
-            return self._override is TransferMode.STAGED
+        link_cost = self.costs.of(transfer.session)
+        if self.override is not None and not link_cost.maps_peer:
+            return self.override is TransferMode.STAGED
         try:
             ((part, whole),) = _chunks_of(transfer, block)
             binding = self._bind(transfer, part, whole)
@@ -60,7 +52,7 @@ class Chooser:
             # Some pages are unknown or wrong. If they still are when it is written, that fails.
             return False
         if part == whole:
-            self._links[transfer.session].prebind(binding)
+            self.links[transfer.session].prebind(binding)
         if link_cost.maps_peer:
             return False
         return choose(shape_of(binding), link_cost).mode is TransferMode.STAGED
@@ -73,7 +65,7 @@ class Chooser:
             for part, whole in _chunks_of(transfer, block):
                 found.append(self._bind(transfer, part, whole))
                 if part == whole:
-                    self._cache.drop(transfer.room, _key(transfer, whole))
+                    self.rooms.bindings.drop(transfer.room, _key(transfer, whole))
         # A single binding must be the object that was prebound: the transport recognizes it.
         return found[0] if len(found) == 1 else Binding(tuple(p for b in found for p in b.parts))
 
@@ -84,29 +76,25 @@ class Chooser:
         template = self._template(transfer, None, blocks)
         return partial(template.bind, self._tables(transfer.room), None)
 
-    def forget(self, room: Room) -> None:
-        """Drop what is cached for a room."""
-        self._cache.forget(room)
-
     def _bind(self, transfer: TransferRequest, block: Block, whole: Block) -> Binding:
         """Return the binding of a block, cut out of that of its whole chunk."""
         room, key = transfer.room, _key(transfer, whole)
-        binding = self._cache.get(room, key)
+        binding = self.rooms.bindings.get(room, key)
         if binding is None:
-            template = self._template(transfer, self._links[transfer.session].hello.pools, (whole,))
+            template = self._template(transfer, self.links[transfer.session].hello.pools, (whole,))
             binding = template.bind(self._tables(room), transfer.page_tables)
-            self._cache.keep(room, key, binding)
+            self.rooms.bindings.keep(room, key, binding)
         return binding if block == whole else binding.of_layers(block.layers)
 
     def _template(
         self, transfer: TransferRequest, target: PoolMap | None, blocks: Sequence[Block]
     ) -> BindingTemplate:
         pair = RankPair(transfer.source, transfer.peer.rank)
-        pools = PairPools(transfer.plan, pair, self._pools, target)
-        return self._cache.template(pools, transfer.request, blocks)
+        pools = PairPools(transfer.plan, pair, self.pools, target)
+        return self.rooms.bindings.template(pools, transfer.request, blocks)
 
     def _tables(self, room: Room) -> Tables:
-        handle = self._rooms.get(room)
+        handle = self.rooms.get(room)
         return handle.tables.tables() if handle else {}
 
 

@@ -9,6 +9,7 @@ client's invention.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 
@@ -22,29 +23,19 @@ from kvferry.ids import Peer, Room
 MAX_DECLINED = 4096
 
 
+@dataclass(eq=False)
 class Directory:
     """Instances by name. For the loop thread; discovery's thread calls ``on_view``."""
 
-    def __init__(
-        self,
-        client: DiscoveryClient | None,
-        on_view: Callable[[str, InstanceView | None], None],
-        discovery_timeout_s: float = inf,
-    ) -> None:
-        self._client = client
-        self._on_view = on_view
-        self._timeout_s = discovery_timeout_s
-        self._absent: set[str] = set()
-        self._views: dict[str, InstanceView] = {}
-        self._watches: dict[str, Callable[[InstanceView | None], None]] = {}
-        self._waiting: dict[str, dict[Room, Incoming]] = {}
-        # Rooms to decline once their instance is known, and until when that makes sense.
-        self._declined: dict[str, dict[Room, float]] = {}
-
-    @property
-    def names(self) -> set[str]:
-        """Instances that are known or watched."""
-        return {*self._views, *self._watches}
+    client: DiscoveryClient | None
+    on_view: Callable[[str, InstanceView | None], None]
+    discovery_timeout_s: float = inf
+    _absent: set[str] = field(default_factory=set)
+    _views: dict[str, InstanceView] = field(default_factory=dict)
+    _watches: dict[str, Callable[[InstanceView | None], None]] = field(default_factory=dict)
+    _waiting: dict[str, dict[Room, Incoming]] = field(default_factory=dict)
+    # Rooms to decline once their instance is known, and until when that makes sense.
+    _declined: dict[str, dict[Room, float]] = field(default_factory=dict)
 
     def address_of(self, peer: Peer) -> str | None:
         """Return a source's control address, if its instance is known."""
@@ -53,58 +44,52 @@ class Directory:
             return None
         return view.ranks[peer.rank].control
 
+    def has(self, view: InstanceView) -> bool:
+        """Return whether this view is the known one."""
+        return self._views.get(view.name) is view
+
     def find(self, handle: Incoming) -> InstanceView | None:
         """Return a room's instance. If it is not known, the room waits, and this returns None."""
-        prefill = handle.prefill
-        if isinstance(prefill, InstanceView):
-            self.add(prefill)
-            return prefill
-        view = self._views.get(prefill)
+        view = self._known(handle.prefill)
         if view is None:
-            self._waiting.setdefault(prefill, {})[handle.room] = handle
-            self._watch(prefill)
+            self._waiting.setdefault(str(handle.prefill), {})[handle.room] = handle
         return view
 
-    def add(self, view: InstanceView) -> None:
-        """Store a view that the engine passed."""
-        self._views[view.name] = view
-
-    def _watch(self, name: str) -> None:
-        assert self._client is not None
-        if name not in self._watches:
-            self._watches[name] = partial(self._on_view, name)
-            self._client.watch(name, self._watches[name], eager=True)
-
-    def find_for_declined(self, room: Room, prefill: str, until: float) -> InstanceView | None:
+    def find_for_declined(
+        self, room: Room, prefill: str | InstanceView, until: float
+    ) -> InstanceView | None:
         """Return the instance of a declined room. If it is not known, remember the room."""
-        view = self._views.get(prefill)
+        view = self._known(prefill)
         if view is None:
-            rooms = self._declined.setdefault(prefill, {})
+            rooms = self._declined.setdefault(str(prefill), {})
             rooms[room] = until
             if len(rooms) > MAX_DECLINED:
                 del rooms[next(iter(rooms))]
-            self._watch(prefill)
         return view
 
-    def take_declined(self, name: str) -> list[Room]:
-        """Remove and return the rooms to decline at an instance that is now known."""
-        return list(self._declined.pop(name, {}))
+    def _known(self, prefill: str | InstanceView) -> InstanceView | None:
+        """Return the view that the engine gave or that discovery has reported, or watch for one."""
+        if isinstance(prefill, InstanceView):
+            self._views[prefill.name] = prefill
+            return prefill
+        if prefill not in self._views and prefill not in self._watches:
+            assert self.client is not None
+            self._watches[prefill] = partial(self.on_view, prefill)
+            self.client.watch(prefill, self._watches[prefill], eager=True)
+        return self._views.get(prefill)
 
-    def update(self, name: str, view: InstanceView | None) -> list[Incoming]:
-        """Store a view from discovery; None if the instance is not complete.
-
-        Return the rooms that waited for it.
-        """
+    def update(self, name: str, view: InstanceView | None) -> tuple[list[Incoming], list[Room]]:
+        """Store a view from discovery. Return the rooms that waited for it: to open, to decline."""
         if name not in self._watches:
             # Sent before the watch ended. It would never be updated.
-            return []
+            return [], []
         if view is None:
             self._views.pop(name, None)
             self._absent.add(name)
-            return []
+            return [], []
         self._absent.discard(name)
         self._views[name] = view
-        return list(self._waiting.pop(name, {}).values())
+        return [*self._waiting.pop(name, {}).values()], [*self._declined.pop(name, {})]
 
     def remove_waiting(self, handle: Incoming) -> bool:
         """Remove a room that ends before its instance was found. Return whether it waited."""
@@ -131,23 +116,18 @@ class Directory:
 
     def _deadlines(self) -> Iterator[tuple[float, Incoming]]:
         for name, rooms in self._waiting.items():
-            timeout_s = self._timeout_s if name in self._absent else inf
+            timeout_s = self.discovery_timeout_s if name in self._absent else inf
             for handle in rooms.values():
                 yield min(handle.deadline, handle.begun + timeout_s), handle
 
-    def problem(self, name: str) -> str:
-        """Return why an instance is not known."""
-        assert self._client is not None
-        return self._client.problem(name)
-
     def drop_unused(self, linked: set[str]) -> set[str]:
         """Drop instances that no link or room needs. Return those that are still needed."""
-        for name in self._views.keys() - self._watches.keys() - linked:
-            # The engine passed this view, and passes it again with the next room.
+        needed = {*linked, *self._waiting, *self._declined}
+        for name in self._views.keys() - needed:
+            # The next room watches it again, or the engine passes it again.
             del self._views[name]
-        needed = {*linked, *self._views, *self._waiting, *self._declined}
         for name in self._watches.keys() - needed:
-            assert self._client is not None
+            assert self.client is not None
             self._absent.discard(name)
-            self._client.unwatch(name, self._watches.pop(name))
+            self.client.unwatch(name, self._watches.pop(name))
         return needed

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from math import inf
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kvferry.endpoint.copy_thread import Copier
 from kvferry.endpoint.jobs import CopyJob, ScatterJob, WriteJob
+from kvferry.endpoint.outgoing import Waitable
 from kvferry.endpoint.poll_backoff import backoff_s
 from kvferry.endpoint.watchdog import ThreadHeartbeat
 from kvferry.errors import KvferryError
 from kvferry.memory.copy.gpu_tables import GpuCopy
 from kvferry.plan.bind import Binding
+
+if TYPE_CHECKING:
+    from kvferry.memory.copy.gpu import GpuCopier
 
 # Copies per launch.
 MAX_BATCH = 32
@@ -28,35 +32,15 @@ MAX_BATCH = 32
 _Bound = tuple[CopyJob, Binding]
 
 
-class GpuEvent(Protocol):
-    """Event behind a launch."""
-
-    def query(self) -> bool:
-        """Return whether the launch has finished. Raises ``RuntimeError`` if the GPU failed."""
-
-
-class GpuEngine(Protocol):
-    """Launches copies: ``memory.copy.gpu.GpuCopier``."""
-
-    def copy(self, jobs: Sequence[GpuCopy]) -> GpuEvent:
-        """Queue the jobs as one launch."""
-
-    def prebind(self, job: GpuCopy) -> None:
-        """Prepare a copy that is likely to come soon, from these sources or others."""
-
-    def drain(self) -> None:
-        """Wait until nothing that was queued runs."""
-
-
 class GpuCopies(Copier):
     """Copies of one endpoint on a GPU, all from its loop thread."""
 
-    def __init__(self, engine: GpuEngine) -> None:
+    def __init__(self, copier: GpuCopier) -> None:
         self.heartbeat = ThreadHeartbeat("copy")
-        self._engine = engine
+        self._gpu = copier
         self._waiting: deque[CopyJob] = deque()
         # Launch time, event and jobs of each launch.
-        self._running: deque[tuple[float, GpuEvent, list[_Bound]]] = deque()
+        self._running: deque[tuple[float, Waitable, list[_Bound]]] = deque()
         self._failed: list[CopyJob] = []
         # Preparations to make while nothing runs.
         self._idle_work: deque[Callable[[], None]] = deque(maxlen=MAX_BATCH)
@@ -67,7 +51,7 @@ class GpuCopies(Copier):
 
     def prebind(self, binding: Binding, sources: tuple[int, ...], targets: tuple[int, ...]) -> None:
         """Prepare a copy that is likely to be submitted soon. Raises what the copy would raise."""
-        self._engine.prebind(GpuCopy(binding, sources, targets))
+        self._gpu.prebind(GpuCopy(binding, sources, targets))
 
     def wakeup(self) -> float:
         """Return after how many seconds the loop must call ``finished`` again."""
@@ -118,11 +102,11 @@ class GpuCopies(Copier):
             return
         try:
             copies = [GpuCopy(binding, job.sources, job.targets) for job, binding in bound]
-            self._running.append((time.monotonic(), self._engine.copy(copies), bound))
+            self._running.append((time.monotonic(), self._gpu.copy(copies), bound))
         except KvferryError as error:
             # Part of it may have been launched. After the drain, nothing runs or the GPU failed.
             with suppress(RuntimeError):
-                self._engine.drain()
+                self._gpu.drain()
             for job, _ in bound:
                 self._fail(job, error)
 
@@ -133,14 +117,14 @@ class GpuCopies(Copier):
     def close(self) -> None:
         """Wait until nothing runs. The loop has ended, so no results are needed."""
         with suppress(RuntimeError):  # The GPU has failed, so nothing runs on it.
-            self._engine.drain()
+            self._gpu.drain()
 
 
 def _is_early(job: CopyJob) -> bool:
     return isinstance(job, WriteJob) and job.is_early
 
 
-def _result(event: GpuEvent) -> str | None:
+def _result(event: Waitable) -> str | None:
     """Return the problem of a finished launch, empty if there is none; None while it runs."""
     try:
         return "" if event.query() else None

@@ -11,9 +11,7 @@ import contextlib
 import os
 from collections import deque
 from io import FileIO
-from typing import Generic, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 
 def new_pipe() -> tuple[FileIO, FileIO]:
@@ -24,11 +22,11 @@ def new_pipe() -> tuple[FileIO, FileIO]:
     return FileIO(reader, "r"), FileIO(writer, "w")
 
 
-class Inbox(Generic[T]):
+class Inbox:
     """A queue with a file descriptor that becomes readable when an item arrives during a sleep."""
 
     def __init__(self, pipe: tuple[FileIO, FileIO] | None = None) -> None:
-        self._items: deque[T] = deque()
+        self._items: deque[Any] = deque()
         self._reader, self._writer = pipe or new_pipe()
         # Whether the loop will look by itself, or was signalled.
         self._awake = False
@@ -37,7 +35,7 @@ class Inbox(Generic[T]):
         """Return the file descriptor to poll."""
         return self._reader.fileno()
 
-    def put(self, item: T) -> None:
+    def put(self, item: object) -> None:
         """Queue an item, and wake the loop if it sleeps."""
         self._items.append(item)
         if not self._awake:
@@ -61,9 +59,9 @@ class Inbox(Generic[T]):
         if signalled:
             self._reader.read(64)
 
-    def drain(self) -> list[T]:
+    def drain(self) -> list[Any]:
         """Remove and return all items."""
-        items: list[T] = []
+        items: list[Any] = []
         while self._items:
             items.append(self._items.popleft())
         return items

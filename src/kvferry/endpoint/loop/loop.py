@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 from math import inf
 
@@ -42,40 +43,31 @@ MAX_MISSED_HEARTBEATS = 2.0
 CLOSE_S = 5.0
 
 
+@dataclass(eq=False, kw_only=True)
 class EndpointLoop:
     """Thread that runs one side of an endpoint, and closes its other threads with it."""
 
-    def __init__(
-        self,
-        side: LoopSide,
-        *,
-        setup: EndpointSetup,
-        inbox: Inbox[object],
-        poller: Poller,
-        transport_thread: TransportThread,
-        copier: Copier,
-        observer: Observer,
-    ) -> None:
-        self.side = side
-        self.runner = side.runner
-        self.rooms = side.rooms
-        self._channel = side.channel
-        self._inbox = inbox
-        self._poller = poller
-        self._transport_thread = transport_thread
-        self._copier = copier
-        self._slots = setup.slots
-        self._liveness_port = setup.liveness_port
-        self._observer = observer
-        machine = side.runner.machine
+    side: LoopSide
+    setup: EndpointSetup
+    inbox: Inbox
+    poller: Poller
+    transport_thread: TransportThread
+    copier: Copier
+    observer: Observer
+
+    def __post_init__(self) -> None:
+        self.runner = self.side.runner
+        self.rooms = self.side.rooms
+        self._channel = self.side.channel
+        machine = self.runner.machine
         self.me: Peer = machine.me
-        self.clocks = PeerClocks(machine, side.channel.send)
+        self.clocks = PeerClocks(machine, self._channel.send)
         self._housekeeping_at = 0.0
-        self._inbox_fd = inbox.fileno()
-        for fd in (self._inbox_fd, self._liveness_port.fileno()):
-            poller.watch(fd)
-        self._heartbeat = ThreadHeartbeat("loop", lambda: len(inbox) > 0)
-        heartbeats = [self._heartbeat, transport_thread.heartbeat, copier.heartbeat]
+        self._inbox_fd = self.inbox.fileno()
+        for fd in (self._inbox_fd, self.setup.liveness_port.fileno()):
+            self.poller.watch(fd)
+        self._heartbeat = ThreadHeartbeat("loop", lambda: len(self.inbox) > 0)
+        heartbeats = [self._heartbeat, self.transport_thread.heartbeat, self.copier.heartbeat]
         self._threads = WatchedThreads(heartbeats, machine.config.stalled_s, self._on_stall)
         self._closing = False
         self._closed = False
@@ -92,7 +84,7 @@ class EndpointLoop:
 
     def submit(self, item: Event | Callable[[], None]) -> None:
         """Let the machine handle an event, or call a function on the loop thread. Never blocks."""
-        self._inbox.put(item)
+        self.inbox.put(item)
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
         """Abort all rooms, stop the threads, and return whether all memory is free."""
@@ -106,14 +98,14 @@ class EndpointLoop:
         self.submit(self._stop)
         self._thread.join()
         WATCHDOG.unwatch(self._threads)
-        self._copier.close()
-        self._transport_thread.close()
+        self.copier.close()
+        self.transport_thread.close()
         if free and self.runner.holds_no_memory:
-            self._liveness_port.close()
+            self.setup.liveness_port.close()
         else:
             # Peers take a closed port for proof that this endpoint touches no memory.
-            self._liveness_port.leave_open()
-        self._inbox.close()
+            self.setup.liveness_port.leave_open()
+        self.inbox.close()
         return free
 
     # ------------------------------------------------------------ the thread
@@ -138,24 +130,24 @@ class EndpointLoop:
         now = time.monotonic()
         until = max(now, self._wakeup(now))
         self._heartbeat.beat(until)
-        ready = self._poller.wait(until - now if self._inbox.prepare_sleep() else 0.0)
-        self._inbox.wake(signalled=self._inbox_fd in ready)
+        ready = self.poller.wait(until - now if self.inbox.prepare_sleep() else 0.0)
+        self.inbox.wake(signalled=self._inbox_fd in ready)
         now = time.monotonic()
         self._heartbeat.beat(now)
         self.runner.turn(self._arrived(ready), now)
-        for job in self._copier.finished():
+        for job in self.copier.finished():
             self._dispatch(job)
             # Peers need not wait for the end of a long turn.
             self._channel.flush_if_due()
             self.side.poll(time.monotonic())
-        if self._liveness_port.fileno() in ready:
-            self._liveness_port.answer()
+        if self.setup.liveness_port.fileno() in ready:
+            self.setup.liveness_port.answer()
         self.side.poll(now)
         if now >= self._housekeeping_at:
             self._keep_house(now)
         # Send before launching, which takes longer: peers wait for the frames.
         self._channel.flush()
-        self._copier.launch(urgent=self.side.urgent)
+        self.copier.launch(urgent=self.side.urgent)
         if self._closing and not len(self.rooms):
             self._empty.set()
 
@@ -165,7 +157,7 @@ class EndpointLoop:
         The inbox is drained again after the frames: what an engine's callback asks for at the end
         of a room then leaves with the frames about that end.
         """
-        for item in chain(self._inbox.drain(), self._channel.receive(ready), self._drain_again()):
+        for item in chain(self.inbox.drain(), self._channel.receive(ready), self._drain_again()):
             if isinstance(item, Event):
                 if isinstance(item, Received) and isinstance(item.envelope.body, Heartbeat):
                     self.clocks.handle(item.envelope, item.envelope.body)
@@ -177,7 +169,7 @@ class EndpointLoop:
     def _drain_again(self) -> Iterator[object]:
         """Drain the inbox once, so that an engine that answers each end with a room can't starve
         the rest of the turn."""
-        yield from self._inbox.drain()
+        yield from self.inbox.drain()
 
     def _wakeup(self, now: float) -> float:
         """Return when the next turn is due if nothing arrives."""
@@ -185,7 +177,7 @@ class EndpointLoop:
         return min(
             self.runner.wakeup(),
             inf if is_idle else self._housekeeping_at,
-            now + self._copier.wakeup(),
+            now + self.copier.wakeup(),
             self.side.wakeup(now),
         )
 
@@ -206,8 +198,6 @@ class EndpointLoop:
         if self.rooms.holds(handle) and not self.side.cancel_waiting(handle):
             self.side.step(Cancel(handle.room))
 
-    # ------------------------------------------------------------ housekeeping
-
     def _keep_house(self, now: float) -> None:
         machine = self.runner.machine
         self.rooms.refresh(Tick(), machine.status)
@@ -215,7 +205,7 @@ class EndpointLoop:
         self.side.clean_up()
         self.clocks.request(machine.links.values(), now)
         self._check_silent_peers(now)
-        self._observer.status(self._status(now))
+        self.observer.status(self._status(now))
 
     def _check_silent_peers(self, now: float) -> None:
         """Tell the machine which silent peers still run: they may lack CPU time or their GIL."""
@@ -228,23 +218,17 @@ class EndpointLoop:
                     self.side.step(PeerRuns(link.session, ran_at))
 
     def _status(self, now: float) -> LoopStatus:
-        machine, slots = self.runner.machine, self._slots
-        used_bytes, total_bytes = 0, 0
-        if slots is not None:
-            pool = slots.pool
-            used_bytes = (pool.num_slots - self.side.num_free_slots) * pool.slot_bytes
-            total_bytes = pool.num_bytes
+        machine, slots = self.runner.machine, self.setup.staging
+        used_bytes = (slots.num_slots - self.side.num_free_slots) * slots.slot_bytes
         return LoopStatus(
             now,
             len(self.rooms),
             machine.num_quarantined,
             used_bytes,
-            total_bytes,
+            self.setup.staging_bytes,
             machine.links.values(),
             machine.counts,
         )
-
-    # ------------------------------------------------------------ closing
 
     def _stop(self) -> None:
         self._stopped = True
@@ -253,8 +237,6 @@ class EndpointLoop:
         self._closing = True
         for handle in self.rooms:
             self.cancel(handle)
-
-    # ------------------------------------------------------------ failing and stalled threads
 
     def _on_failed_thread(self, failed: ThreadFailed) -> None:
         """Fail all rooms. Memory of the failed thread's jobs is never released."""
@@ -269,11 +251,11 @@ class EndpointLoop:
 
     def _report_failure(self, thread: str, error: Exception) -> None:
         log.error("thread-broken endpoint=%s thread=%s", self.me, thread, exc_info=error)
-        self._observer.thread_broken(thread)
+        self.observer.thread_broken(thread)
 
     def _on_stall(self, thread: str, overdue_s: float) -> None:
         """Report that a thread is overdue, or has recovered (0). On the watchdog's thread."""
-        self._observer.thread_stalled(thread, overdue_s)
+        self.observer.thread_stalled(thread, overdue_s)
         stalled = self.rooms.stalled
         if not overdue_s:
             stalled.pop(thread, None)

@@ -12,8 +12,9 @@ import msgspec
 from kvferry.endpoint.handles import Handle
 from kvferry.errors import InputError, Misuse
 from kvferry.ids import MAX_ID, MAX_NAME, Peer, Room
-from kvferry.protocol.events import Event, Received, Tick
-from kvferry.protocol.outcome import Failure, FailureCode, Outcome, Status
+from kvferry.plan.binding_cache import BindingCache
+from kvferry.protocol.events import Event, Received, Report, Tick
+from kvferry.protocol.outcome import Failure, FailureCode, Status
 from kvferry.telemetry.logs.context import about
 from kvferry.telemetry.observer import Observer
 from kvferry.telemetry.steps import NO_TAG, StepKind
@@ -24,11 +25,7 @@ H = TypeVar("H", bound=Handle)
 
 
 class RoomTable(Generic[H]):
-    """Handles of the rooms whose memory is held.
-
-    ``before_failure`` is called with a handle before its failure is reported, and
-    ``before_release`` with a room before its memory is released. The side sets them at start-up.
-    """
+    """Handles of the rooms whose memory is held, and the bindings of these rooms to their pages."""
 
     def __init__(self, me: Peer, observer: Observer) -> None:
         self._me = me
@@ -39,8 +36,7 @@ class RoomTable(Generic[H]):
         self._refusal = ""
         # Threads of this endpoint that are overdue, and by how many seconds.
         self.stalled: dict[str, float] = {}
-        self.before_failure: Callable[[H], None] = _ignore
-        self.before_release: Callable[[Room], None] = _ignore
+        self.bindings = BindingCache()
 
     # ------------------------------------------------------------ for any thread
 
@@ -92,15 +88,14 @@ class RoomTable(Generic[H]):
         """Return whether this handle is the current one of its room."""
         return self._handles.get(handle.room) is handle
 
-    def report(self, room: Room, outcome: Outcome) -> None:
+    def report(self, action: Report) -> None:
         """Give a room's outcome to its handle."""
-        handle = self._handles.get(room)
+        outcome, handle = action.outcome, self._handles.get(action.room)
         if isinstance(outcome, Failure):
             outcome = with_stalls(outcome, self.stalled)
-            self._log(room, handle, outcome)
-            if handle:
-                self.before_failure(handle)
+            self._log(action.room, handle, outcome)
         if handle:
+            handle.unusable = action.unusable
             self._observer.room_ended(handle, outcome)
             handle.end(outcome)
 
@@ -119,7 +114,7 @@ class RoomTable(Generic[H]):
 
     def release(self, room: Room) -> None:
         """Remove a room and tell its handle that the memory is free."""
-        self.before_release(room)
+        self.bindings.forget(room)
         handle = self._handles.pop(room, None)
         if handle:
             if handle.failure is not None:
@@ -150,10 +145,6 @@ class RoomTable(Generic[H]):
         if handle.outcome is None:
             now = status(handle.room)
             handle.status = handle.status if now is None else now
-
-
-def _ignore(_: object) -> None:
-    """Do nothing."""
 
 
 def with_stalls(failure: Failure, stalled: Mapping[str, float]) -> Failure:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
 from msgspec.structs import replace
@@ -19,10 +20,10 @@ from kvferry.endpoint.peer_metadata import PeerMetadata
 from kvferry.endpoint.setup import EndpointSetup
 from kvferry.endpoint.transport_thread import TransportThread
 from kvferry.errors import KvferryError
-from kvferry.ids import Peer, Room, Session
+from kvferry.ids import Peer, Session
 from kvferry.layout.intervals import Span
 from kvferry.plan.bind import Binding, BindingTemplate, RankPair
-from kvferry.plan.binding_cache import BindingCache, PairPools
+from kvferry.plan.binding_cache import PairPools
 from kvferry.plan.plan import Block
 from kvferry.protocol.events import Cancel, Connect, Event, Scatter, Scattered
 from kvferry.protocol.outcome import Failure, FailureCode
@@ -32,42 +33,31 @@ from kvferry.telemetry.steps import StepKind
 log = logging.getLogger("kvferry.endpoint")
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class StagedScatters:
     """Scatters of one target, and the sources that write into its memory.
 
-    ``connect_unix`` opens a Unix channel to a source's listener if it is on this host.
+    It binds in advance what a source probably sends next. ``connect_unix`` opens a Unix channel to
+    a source's listener if it is on this host.
     """
 
-    def __init__(
-        self,
-        *,
-        setup: EndpointSetup,
-        rooms: RoomTable[Incoming],
-        transport_thread: TransportThread,
-        copier: Copier,
-        observer: Observer,
-        answer: Callable[[Event], None],
-        connect_unix: Callable[[Peer, UnixListener], None],
-    ) -> None:
-        self._setup = setup
-        self._rooms = rooms
-        self._transport_thread = transport_thread
-        self._copier = copier
-        self._observer = observer
-        self._answer = answer
-        self._connect_unix = connect_unix
-        # Includes bindings made in advance for the scatter that a source probably sends next.
-        self._cache = BindingCache()
+    setup: EndpointSetup
+    rooms: RoomTable[Incoming]
+    transport_thread: TransportThread
+    copier: Copier
+    observer: Observer
+    answer: Callable[[Event], None]
+    connect_unix: Callable[[Peer, UnixListener], None]
 
     def scatter(self, action: Scatter) -> None:
         """Copy a slot into its pages."""
-        slots, handle = self._setup.slots, self._rooms.get(action.room)
+        slots, handle = self.setup.slots, self.rooms.get(action.room)
         assert slots is not None
         assert handle is not None
-        sources, targets = (slots.address(action.slot),), self._setup.addresses
+        sources, targets = (slots.address(action.slot),), self.setup.addresses
         handle.last_scatter[action.source] = action.op
         when_idle = partial(self._prebind, handle, action, sources)
-        prebound = self._cache.drop(action.room, (action.source, action.blocks))
+        prebound = self.rooms.bindings.drop(action.room, (action.source, action.blocks))
         job = ScatterJob(action, lambda: prebound or Binding(()), sources, targets, when_idle)
         if prebound is None:
             try:
@@ -77,29 +67,29 @@ class StagedScatters:
                 self.copied(job)
                 return
             job.bind = partial(template.bind, None, handle.request.page_tables)
-        self._copier.submit(job)
+        self.copier.submit(job)
 
     def _template(self, action: Scatter, blocks: tuple[Block, ...]) -> BindingTemplate:
-        pair = RankPair(action.source.rank, self._setup.member.rank)
-        pools = PairPools(action.plan, pair, None, self._setup.memory.map)
-        return self._cache.template(pools, action.request, blocks)
+        pair = RankPair(action.source.rank, self.setup.me.rank)
+        pools = PairPools(action.plan, pair, None, self.setup.memory.map)
+        return self.rooms.bindings.template(pools, action.request, blocks)
 
     def _prebind(self, handle: Incoming, action: Scatter, sources: tuple[int, ...]) -> None:
         """Bind what the source probably sends next: as many tokens, behind the last ones."""
         is_last = handle.last_scatter[action.source] == action.op
-        if self._rooms.get(action.room) is not handle or not is_last:
+        if self.rooms.get(action.room) is not handle or not is_last:
             return
         blocks = self._next_blocks(action)
         if blocks:
             with suppress(KvferryError):  # If the blocks do come, scattering them reports it.
                 binding = self._template(action, blocks).bind(None, handle.request.page_tables)
-                self._copier.prebind(binding, sources, self._setup.addresses)
-                self._cache.keep(action.room, (action.source, blocks), binding)
+                self.copier.prebind(binding, sources, self.setup.addresses)
+                self.rooms.bindings.keep(action.room, (action.source, blocks), binding)
 
     def _next_blocks(self, action: Scatter) -> tuple[Block, ...]:
         if len(action.blocks) != 1:
             return ()
-        (block,), rank = action.blocks, self._setup.member.rank
+        (block,), rank = action.blocks, self.setup.me.rank
         tokens = block.tokens
         for owed in action.plan.blocks(action.source.rank, rank, action.request):
             if owed.group == block.group and owed.layers.covers(block.layers):
@@ -107,39 +97,29 @@ class StagedScatters:
                 return (replace(block, tokens=behind),) if len(behind) else ()
         return ()
 
-    def forget_room(self, room: Room) -> None:
-        """Drop what is cached for a room."""
-        self._cache.forget(room)
-
     def copied(self, job: ScatterJob) -> None:
         """Answer with the result of a scatter, which touches no memory any more."""
         room, now = job.action.room, time.monotonic()
-        self._observer.copy(room, job.action.source, StepKind.SCATTERED, now, now - job.begun)
+        self.observer.copy(room, job.action.source, StepKind.SCATTERED, now, now - job.begun)
         if job.problem:
             log.error("scatter-failed room=%r error=%r", room, job.problem)
             failure = Failure.of(FailureCode.TRANSPORT, f"a scatter failed: {job.problem}")
-            self._answer(Cancel(room, failure))
-        self._answer(Scattered(job.op))
-
-    # ------------------------------------------------------------ sources
+            self.answer(Cancel(room, failure))
+        self.answer(Scattered(job.op))
 
     def connect(self, action: Connect) -> None:
         """Note that a source writes here, by the transport that it chose."""
         (offer,) = action.transports
         log.info(
             "written-by endpoint=%s peer=%s transport=%s",
-            *(self._setup.member.peer, action.peer, offer.name),
+            *(self.setup.me, action.peer, offer.name),
         )
-        self._observer.link_up(action.peer, offer.name)
-        self._transport_thread.accept_writes(action.session, offer.name)
+        self.observer.link_up(action.peer, offer.name)
+        self.transport_thread.accept_writes(action.session, offer.name)
         metadata = PeerMetadata.decode(action.metadata)
         if metadata is not None and metadata.listener is not None:
-            self._connect_unix(action.peer, metadata.listener)
-
-    def expect_writes(self, expected: bool, *, soon: bool = False) -> None:
-        """Set whether sources may write here, which makes frequent polling worthwhile."""
-        self._transport_thread.expect_writes(expected, soon=soon)
+            self.connect_unix(action.peer, metadata.listener)
 
     def forget(self, session: Session) -> None:
         """Release the resources of a session whose source writes nothing here any more."""
-        self._transport_thread.forget(session)
+        self.transport_thread.forget(session)

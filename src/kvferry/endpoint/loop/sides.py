@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
@@ -18,7 +19,7 @@ from kvferry.endpoint.loop.scatters import StagedScatters
 from kvferry.endpoint.loop.writes import TransportWrites
 from kvferry.endpoint.outgoing import Outgoing, PendingStep, Waitable
 from kvferry.endpoint.runner.runner import MachineRunner, SourceRunner, TargetRunner
-from kvferry.endpoint.transport_thread import Measured, Reached, Unreached
+from kvferry.endpoint.transport_thread import Measured, Reached, TransportThread
 from kvferry.errors import Misuse
 from kvferry.ids import Peer, Room
 from kvferry.protocol.events import (
@@ -31,33 +32,25 @@ from kvferry.protocol.events import (
     PeerRestarted,
     Push,
     Receive,
+    Report,
 )
 from kvferry.protocol.links import Link
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.telemetry.observer import Observer
 from kvferry.telemetry.steps import StepKind
 
-# A global is faster than an enumeration's attribute.
-PUSHED = StepKind.PUSHED
-
 # Poll interval for the GPU events that pushes wait for.
 EVENT_POLL_S = 100e-6
 
 
+@dataclass(eq=False)
 class LoopSide(ABC):
     """Source or target half of an endpoint. For the loop thread."""
 
-    def __init__(
-        self,
-        runner: MachineRunner[Any, Any],
-        rooms: RoomTable[Any],
-        channel: Channel[Any],
-        observer: Observer,
-    ) -> None:
-        self.runner = runner
-        self.rooms = rooms
-        self.channel = channel
-        self._observer = observer
+    runner: MachineRunner[Any, Any]
+    rooms: RoomTable[Any]
+    channel: Channel[Any]
+    observer: Observer
 
     def step(self, event: Event) -> None:
         """Let the machine handle an event. ``Misuse`` fails the event's room and nothing else."""
@@ -71,9 +64,9 @@ class LoopSide(ABC):
         self.rooms.refresh(event, self.runner.machine.status)
 
     @property
-    @abstractmethod
     def urgent(self) -> bool:
         """Whether a result that a peer waits for is about to come."""
+        return False
 
     @property
     @abstractmethod
@@ -101,41 +94,34 @@ class LoopSide(ABC):
         """Drop what is not needed any more. Called a few times a second at most."""
 
 
+@dataclass(eq=False)
 class SourceSide(LoopSide):
     """Source half: steps that wait for GPU events, writes, and links to targets."""
 
     runner: SourceRunner
+    rooms: RoomTable[Outgoing]
     channel: SourceChannel
+    links: TargetLinkTable
+    writes: TransportWrites
+    # Rooms whose next step waits for a GPU event.
+    _waiting: dict[Outgoing, None] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        runner: SourceRunner,
-        rooms: RoomTable[Outgoing],
-        channel: SourceChannel,
-        observer: Observer,
-        links: TargetLinkTable,
-        writes: TransportWrites,
-    ) -> None:
-        super().__init__(runner, rooms, channel, observer)
-        self._links = links
-        self.writes = writes
-        # Rooms whose next step waits for a GPU event.
-        self._waiting: dict[Outgoing, None] = {}
-
-    def handle_result(self, result: WriteJob | Reached | Unreached | Measured) -> None:
+    def handle_result(self, result: WriteJob | Reached | Measured) -> None:
         """Handle a result of the transport thread or the copier."""
         if isinstance(result, WriteJob):
             self.writes.resume(result)
+        elif isinstance(result, Reached):
+            self.links.reached(result)
         else:
-            self._links.handle(result)
+            self.links.costs.record(result.session, result.link_cost)
 
     def submit(self, handle: Outgoing, step: PendingStep) -> None:
-        """Take a step of a room, after the steps submitted before it and after its event."""
+        """Run a step of a room, after the steps submitted before it and after its event."""
         handle.steps.append(step)
-        self._take_steps(handle)
+        self._run_steps(handle)
 
-    def _take_steps(self, handle: Outgoing) -> None:
-        """Take the steps of a room whose GPU events have happened."""
+    def _run_steps(self, handle: Outgoing) -> None:
+        """Run the steps of a room whose GPU events have happened."""
         while handle.steps:
             step = handle.steps[0]
             after = step.after
@@ -144,21 +130,21 @@ class SourceSide(LoopSide):
                 return
             handle.steps.popleft()
             if self.rooms.holds(handle):
-                self._take(handle, step)
+                self._run_step(handle, step)
         self._waiting.pop(handle, None)
 
-    def _take(self, handle: Outgoing, step: PendingStep) -> None:
+    def _run_step(self, handle: Outgoing, step: PendingStep) -> None:
         if step.chunk is not None:
             handle.tables.add(step.chunk)
         if step.rows:
             handle.tables.add_rows(step.rows)
         event = step.event
         if isinstance(event, Push):
-            self._observer.step(event.room, PUSHED, event.tokens)
+            self.observer.step(event.room, StepKind.PUSHED, event.tokens)
         elif isinstance(event, Finish):
             handle.finished = time.monotonic()
         elif isinstance(event, Open):
-            self._observer.room_opened(handle)
+            self.observer.room_opened(handle)
         self.step(event)
 
     def _happened(self, after: Waitable, handle: Outgoing) -> bool:
@@ -173,7 +159,7 @@ class SourceSide(LoopSide):
     def poll(self, now: float) -> None:
         """Poll GPU events that steps wait for, and writes that the loop has made."""
         for handle in list(self._waiting):
-            self._take_steps(handle)
+            self._run_steps(handle)
         for _ in self.writes.poll(now):
             self.channel.flush_if_due()
 
@@ -193,36 +179,29 @@ class SourceSide(LoopSide):
     @property
     def num_free_slots(self) -> int:
         """Number of slots that no gather uses."""
-        return len(self.runner.machine.local_slots)
+        return len(self.runner.machine.inflight.slots)
 
 
+@dataclass(eq=False)
 class TargetSide(LoopSide):
     """Target half: scatters, and rooms that wait for their prefill instance."""
 
     runner: TargetRunner
+    rooms: RoomTable[Incoming]
     channel: TargetChannel
-
-    def __init__(
-        self,
-        runner: TargetRunner,
-        rooms: RoomTable[Incoming],
-        channel: TargetChannel,
-        observer: Observer,
-        scatters: StagedScatters,
-        directory: Directory,
-    ) -> None:
-        super().__init__(runner, rooms, channel, observer)
-        self._scatters = scatters
-        self.directory = directory
+    transport_thread: TransportThread
+    scatters: StagedScatters
+    directory: Directory
 
     def handle_result(self, result: ScatterJob) -> None:
         """Handle a result of the copier."""
-        self._scatters.copied(result)
+        self.scatters.copied(result)
 
     def receive(self, handle: Incoming) -> None:
         """Open a room, when its instance is known."""
-        self._observer.room_opened(handle)
-        self._scatters.expect_writes(True, soon=True)
+        self.observer.room_opened(handle)
+        self.transport_thread.expect_writes(True, soon=True)
+        self._compare_given(handle.prefill)
         view = self.directory.find(handle)
         if view is not None:
             self._open(handle, view)
@@ -231,34 +210,40 @@ class TargetSide(LoopSide):
         """Tell an instance that a room will not be received, once it is known, before ``until``."""
         if self.rooms.get(room) is not None:
             return  # The engine has asked for the room meanwhile.
-        view: InstanceView | None
-        if isinstance(prefill, str):
-            view = self.directory.find_for_declined(room, prefill, until)
-        else:
-            view = prefill
-            self.directory.add(view)
+        self._compare_given(prefill)
+        view = self.directory.find_for_declined(room, prefill, until)
         if view is not None:
             self.step(Decline(room, self._instance(view)))
 
     def _open(self, handle: Incoming, view: InstanceView) -> None:
         self.step(Receive(self._instance(view), handle.request))
-        handle.machine_room = self.runner.machine.rooms.get(handle.room)
 
     def update_instance(self, name: str, view: InstanceView | None) -> None:
         """Handle an instance's view from discovery; None if the instance is not complete."""
+        self._compare_links(name, view)
+        waiting, declined = self.directory.update(name, view)
+        if view is not None:
+            for handle in waiting:
+                self._open(handle, view)
+            for room in declined:
+                self.decline(room, view, 0.0)
+
+    def _compare_given(self, prefill: str | InstanceView) -> None:
+        """Compare the links with a view that the engine gave, once for each view."""
+        if isinstance(prefill, InstanceView) and not self.directory.has(prefill):
+            self._compare_links(prefill.name, prefill)
+
+    def _compare_links(self, name: str, view: InstanceView | None) -> None:
+        """End the links to other incarnations than a view has.
+
+        This comes before any room opens, because an offer to a dead incarnation would fail it.
+        """
         lives = {Peer(view.name, one.rank): one.incarnation for one in view.ranks} if view else {}
         # Discovery no longer lists these incarnations, so they may be dead.
         self.runner.probe_links(lambda link: link.peer.instance == name and _differs(link, lives))
-        # Before any room opens: an offer to a dead incarnation would fail it.
         for peer, incarnation in lives.items():
             if incarnation is not None:
                 self.step(PeerRestarted(peer, incarnation))
-        for handle in self.directory.update(name, view):
-            assert view is not None
-            self._open(handle, view)
-        if view is not None:
-            for room in self.directory.take_declined(view.name):
-                self.decline(room, view, 0.0)
 
     def _instance(self, view: InstanceView) -> Instance:
         fingerprint = view.fingerprint
@@ -276,21 +261,17 @@ class TargetSide(LoopSide):
         return waited
 
     def _fail_unopened(self, handle: Incoming, code: FailureCode, message: str) -> None:
-        self.rooms.report(handle.room, Failure.of(code, message))
+        self.rooms.report(Report(handle.room, Failure.of(code, message)))
         self.rooms.release(handle.room)
 
     def poll(self, now: float) -> None:
         """Fail the rooms whose instance was not found in time."""
         for handle in self.directory.overdue(now):
             self.directory.remove_waiting(handle)
-            problem = self.directory.problem(str(handle.prefill))
+            assert self.directory.client is not None
+            problem = self.directory.client.problem(str(handle.prefill))
             message = f"the prefill instance is not there: {problem}"
             self._fail_unopened(handle, FailureCode.UNREACHABLE, message)
-
-    @property
-    def urgent(self) -> bool:
-        """False: a target only launches copies that its sources wait for."""
-        return False
 
     def wakeup(self, now: float) -> float:
         """Return when the first waiting room becomes overdue."""
@@ -304,26 +285,12 @@ class TargetSide(LoopSide):
         for peer in self.channel.peers:
             if peer.instance not in needed:
                 self.channel.drop(peer)
-        self._scatters.expect_writes(len(self.rooms) > 0)
+        self.transport_thread.expect_writes(len(self.rooms) > 0)
 
     @property
     def num_free_slots(self) -> int:
         """Number of slots that no source may write into."""
         return len(self.runner.machine.credits.free)
-
-    # ------------------------------------------------------------ callbacks of the room table
-
-    def note_missing(self, handle: Incoming) -> None:
-        """Record which pages of a failing room lack data."""
-        if handle.machine_room is not None:
-            handle.set_missing(handle.machine_room.unusable())
-
-    def forget_room(self, room: Room) -> None:
-        """Drop what is kept for a room whose memory is released."""
-        handle = self.rooms.get(room)
-        if handle is not None:
-            handle.machine_room = None
-        self._scatters.forget_room(room)
 
 
 def _differs(link: Link, lives: dict[Peer, int | None]) -> bool:

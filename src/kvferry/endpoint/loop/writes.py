@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from math import inf
 
 from kvferry.endpoint.copy_thread import Copier
@@ -32,9 +33,8 @@ from kvferry.protocol.events import (
     Event,
     Gather,
     Post,
-    SendFailed,
-    Sent,
     Write,
+    WriteEnded,
     WriteFate,
 )
 from kvferry.telemetry.logs.context import about
@@ -85,69 +85,53 @@ class InlineWrites:
         return min((due for _, due in self._writes.values()), default=inf)
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class TransportWrites:
     """Writes of one source.
 
     ``answer`` gets the end of each write. ``send_note`` is called first for each that succeeded.
     """
 
-    def __init__(  # noqa: PLR0913 - parts of an endpoint, by keyword
-        self,
-        *,
-        setup: EndpointSetup,
-        rooms: RoomTable[Outgoing],
-        transport_thread: TransportThread,
-        copier: Copier,
-        links: TargetLinkTable,
-        chooser: Chooser,
-        observer: Observer,
-        answer: Callable[[Event], None],
-        send_note: Callable[[Op], None],
-    ) -> None:
-        self._setup = setup
-        self._rooms = rooms
-        self._transport_thread = transport_thread
-        self._copier = copier
-        self._links = links
-        self._chooser = chooser
-        self._observer = observer
-        self._answer = answer
-        self._send_note = send_note
-        self.inline = InlineWrites()
-        # Early gathers that are not finished, or were neither posted nor discarded.
-        self.early: dict[Op, WriteJob] = {}
-
-    # ------------------------------------------------------------ peers
+    setup: EndpointSetup
+    rooms: RoomTable[Outgoing]
+    transport_thread: TransportThread
+    copier: Copier
+    links: TargetLinkTable
+    chooser: Chooser
+    observer: Observer
+    answer: Callable[[Event], None]
+    send_note: Callable[[Op], None]
+    inline: InlineWrites = field(default_factory=InlineWrites)
+    # Early gathers that are not finished, or were neither posted nor discarded.
+    early: dict[Op, WriteJob] = field(default_factory=dict)
 
     def connect(self, action: Connect) -> None:
         """Connect to a target's memory."""
-        self._links.connect(action)
+        self.links.connect(action)
 
     def cut(self, session: Session) -> None:
         """Fail writes of a session that have not started, and all later ones."""
-        self._links.cut(session)
+        self.links.cut(session)
 
     def forget(self, session: Session) -> None:
         """Release the resources of a session that has no write in flight."""
-        self._links.forget(session)
+        self.links.forget(session)
 
     def choose(self, action: Choose) -> None:
         """Bind blocks to the room's pages, and answer with the faster mode of each."""
-        staged = self._chooser.choose(action.transfer, action.blocks)
-        self._answer(Chosen(action.ticket, staged))
-
-    # ------------------------------------------------------------ writes
+        staged = self.chooser.choose(action.transfer, action.blocks)
+        self.answer(Chosen(action.ticket, staged))
 
     def write(self, action: Write) -> None:
         """Start a write."""
-        job, link = WriteJob(action), self._links[action.transfer.session]
+        job, link = WriteJob(action), self.links[action.transfer.session]
         if action.slot is not None:
             assert action.local_slot is not None
             job.remote = link.slot(action.slot)
             self._gather(job, action.local_slot)
             return
         try:
-            job.binding = self._chooser.binding(action)
+            job.binding = self.chooser.binding(action)
         except KvferryError as error:
             self._fail(job, str(error))
             return
@@ -155,27 +139,27 @@ class TransportWrites:
         if reached is not None and (reached.transport.write_now_is_async or job.is_small()):
             self._write_inline(job, reached)
         else:
-            self._transport_thread.write(job)
+            self.transport_thread.write(job)
 
     def _post(self, job: WriteJob) -> None:
         """Write a filled slot. If a GPU has filled it, the same GPU writes it."""
-        slots, reached = self._setup.slots, self._links[job.session].inline
+        slots, reached = self.setup.slots, self.links[job.session].inline
         assert slots is not None
         if reached is None or slots.region.device.is_host:
-            self._transport_thread.write(job)
+            self.transport_thread.write(job)
         else:
             self._write_inline(job, reached)
 
     def _write_inline(self, job: WriteJob, reached: Reached) -> None:
         transport = reached.transport
-        binding = job.start(transport)
-        ended = transport.write_now(reached.remote, job.op, binding)
+        job.start(transport)
+        ended = transport.write_now(reached.remote, job.op, job.binding)
         # Describe the job while the write runs.
-        job.describe(binding)
+        job.describe(transport)
         if ended is None:
             self.inline.add(job, transport)
         elif ended.fate is WriteFate.BUSY:
-            self._transport_thread.write(job)
+            self.transport_thread.write(job)
         else:
             job.end(ended)
             self._ended(job)
@@ -204,24 +188,22 @@ class TransportWrites:
 
     def _gather(self, job: WriteJob, slot: SlotIndex) -> None:
         """Have a local slot filled with the job's blocks."""
-        action, transfer, slots = job.action, job.action.transfer, self._setup.slots
+        action, transfer, slots = job.action, job.action.transfer, self.setup.slots
         assert slots is not None
-        if self._links[transfer.session].slot(SlotIndex(0)) is None:
+        if self.links[transfer.session].slot(SlotIndex(0)) is None:
             self._fail(job, f"{transfer.peer} granted a slot that it does not have")
             return
         try:
-            job.bind = self._chooser.gather_binder(transfer, action.blocks)
+            job.bind = self.chooser.gather_binder(transfer, action.blocks)
         except KvferryError as error:
             self._fail(job, str(error))
             return
         job.mode, job.gather_began = TransferMode.STAGED, time.monotonic()
-        job.sources, job.targets = self._setup.addresses, (slots.address(slot),)
-        job.local = Base(0, len(self._setup.memory.regions), slots.pool.offset(slot))
+        job.sources, job.targets = self.setup.addresses, (slots.address(slot),)
+        job.local = Base(0, len(self.setup.memory.regions), slots.pool.offset(slot))
         if job.is_early:
             self.early[job.op] = job
-        self._copier.submit(job)
-
-    # ------------------------------------------------------------ early gathers
+        self.copier.submit(job)
 
     def gather(self, action: Gather) -> None:
         """Fill a local slot. ``post_gathered`` or ``discard`` follows, once."""
@@ -231,7 +213,7 @@ class TransportWrites:
         """Write a gathered slot as soon as it is filled."""
         job = self.early.get(action.op)
         if job is not None:  # Else the gather has failed, and that answer is on its way.
-            job.remote = self._links[job.session].slot(action.slot)
+            job.remote = self.links[job.session].slot(action.slot)
             self._settle(job)
 
     def discard(self, op: Op) -> None:
@@ -247,42 +229,40 @@ class TransportWrites:
             return
         del self.early[job.op]
         if job.discarded:
-            self._answer(SendFailed(job.op, WriteFate.BUSY))
+            self.answer(WriteEnded(job.op, WriteFate.BUSY))
         else:
             job.bind_bulk()
             self._post(job)
-
-    # ------------------------------------------------------------ results
 
     def _ended(self, job: WriteJob) -> None:
         """Answer with a job's result; its fate may be unknown."""
         now = time.monotonic()
         if job.fate is not None:
-            self._observer.write(job, now)
+            self.observer.write(job, now)
             self._log_failure(job)
-            self._answer(SendFailed(job.op, job.fate))
+            self.answer(WriteEnded(job.op, job.fate))
             return
-        self._send_note(job.op)
-        self._observer.write(job, now)
+        self.send_note(job.op)
+        self.observer.write(job, now)
         if job.gather_began is not None:
             self._observe_gather(job, now - job.seconds)
-        handle = self._rooms.get(job.action.transfer.room)
+        handle = self.rooms.get(job.action.transfer.room)
         if handle is not None:
             handle.carried[job.mode] = handle.carried.get(job.mode, 0) + job.num_bytes
             handle.num_writes += 1
-        self._answer(Sent(job.op))
+        self.answer(WriteEnded(job.op))
 
     def _observe_gather(self, job: WriteJob, at: float) -> None:
         assert job.gather_began is not None
         seconds, job.gather_began = at - job.gather_began, None
         room, peer = job.action.transfer.room, job.action.transfer.peer
-        self._observer.copy(room, peer, StepKind.GATHERED, at, seconds, job.num_bytes)
+        self.observer.copy(room, peer, StepKind.GATHERED, at, seconds, job.num_bytes)
 
     def _log_failure(self, job: WriteJob) -> None:
         room, peer = job.action.transfer.room, job.action.transfer.peer
-        handle = self._rooms.get(room)
+        handle = self.rooms.get(room)
         with about(*(handle.tag if handle else NO_TAG)):
             log.warning(
                 "write-failed endpoint=%s room=%r peer=%s fate=%s detail=%r",
-                *(self._setup.member.peer, room, peer, job.fate, job.detail),
+                *(self.setup.me, room, peer, job.fate, job.detail),
             )

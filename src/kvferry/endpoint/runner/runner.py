@@ -13,7 +13,6 @@ No thread, clock or socket. Endpoints, simulator and explorer use this class wit
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
 from math import inf
@@ -41,10 +40,9 @@ from kvferry.protocol.events import (
     Report,
     Scatter,
     Send,
-    SendFailed,
-    Sent,
     Tick,
     Write,
+    WriteEnded,
     WriteFate,
     WrongVersion,
 )
@@ -58,7 +56,6 @@ from kvferry.protocol.messages import (
     Envelope,
     RoomMessage,
 )
-from kvferry.protocol.outcome import Outcome
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.target import TargetMachine
 
@@ -86,10 +83,7 @@ class ControlPort(Protocol):
 
 
 class SourceDataPort(Protocol):
-    """Writes into targets' memory.
-
-    Answers each write, and each gather, once with ``Sent`` or ``SendFailed``.
-    """
+    """Writes into targets' memory. Answers each write and each gather once (``WriteEnded``)."""
 
     def connect(self, action: Connect) -> None:
         """Connect to a target's memory."""
@@ -135,17 +129,17 @@ class PeersPort(Protocol):
     def start_probing(self, record: SessionRecord) -> None:
         """Probe the session's peer until it is proven dead, or ``stop_probing``."""
 
-    def stop_probing(self, peer: Peer, incarnation: int) -> None:
-        """Stop probing; the proof is not needed any more."""
+    def stop_probing(self, record: SessionRecord) -> None:
+        """Stop probing the session's peer; the proof is not needed any more."""
 
-    def hint_death(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
-        """Probe the peer for a short while: there was a sign that it may be dead."""
+    def hint_death(self, record: SessionRecord) -> None:
+        """Probe the session's peer for a short while: there was a sign that it may be dead."""
 
 
 class RoomsPort(Protocol):
     """Tells the engine how rooms end."""
 
-    def report(self, room: Room, outcome: Outcome) -> None:
+    def report(self, action: Report) -> None:
         """Report a room's outcome."""
 
     def release(self, room: Room) -> None:
@@ -173,7 +167,7 @@ class TargetPorts(NamedTuple):
 P = TypeVar("P", bound=SourcePorts | TargetPorts)
 
 
-class MachineRunner(ABC, Generic[M, P]):
+class MachineRunner(Generic[M, P]):
     """Runs one machine. Called by one thread."""
 
     def __init__(self, machine: M, ports: P, sessions: Sessions | None = None) -> None:
@@ -194,8 +188,6 @@ class MachineRunner(ABC, Generic[M, P]):
         self._shortest_timer_s = min(
             times.resend_s / 4, times.status_poll_s, times.heartbeat_s, times.credit_patience_s
         )
-
-    # ------------------------------------------------------------ events
 
     def take(self, event: Event, now: float) -> None:
         """Let the machine handle an event, and carry out its actions.
@@ -258,8 +250,6 @@ class MachineRunner(ABC, Generic[M, P]):
         """
         return self._tick_at
 
-    # ------------------------------------------------------------ one step
-
     def _step(self, event: Event, now: float) -> None:
         if isinstance(event, PeerGone):
             for record in self.sessions.confirm_dead(event.peer, event.incarnation):
@@ -284,8 +274,8 @@ class MachineRunner(ABC, Generic[M, P]):
     def _perform(self, action: Action) -> None:
         ports = self.ports
         match action:
-            case Report(room=room, outcome=outcome):
-                ports.rooms.report(room, outcome)
+            case Report():
+                ports.rooms.report(action)
             case Release(room=room):
                 self._held.discard(room)
                 ports.rooms.release(room)
@@ -307,8 +297,6 @@ class MachineRunner(ABC, Generic[M, P]):
         for frame in drop_redundant(frames) if len(frames) > 1 else frames:
             self.ports.control.send(frame.peer, frame.envelope)
 
-    # ------------------------------------------------------------ proof
-
     def _disconnect(self, session: Session) -> None:
         record = self.sessions.cut(session)
         if record is not None:
@@ -318,9 +306,8 @@ class MachineRunner(ABC, Generic[M, P]):
                 # the peer's process.
                 self.ports.peers.start_probing(record)
 
-    @abstractmethod
     def _cut(self, session: Session) -> None:
-        """Let no more writes of a session start."""
+        """Let no more writes of a session start. Does nothing at a target, which starts none."""
 
     def _settle(self) -> None:
         """Tell the machine which sessions are proven over, and drop those it has forgotten."""
@@ -331,17 +318,14 @@ class MachineRunner(ABC, Generic[M, P]):
             self.ports.data.forget(record.session)
         for record in (*proven, *dropped):
             if not self.sessions.needs_proof(record.peer, record.incarnation):
-                self.ports.peers.stop_probing(record.peer, record.incarnation)
-
-    def _hint_death(self, record: SessionRecord) -> None:
-        self.ports.peers.hint_death(record.peer, record.incarnation, record.metadata)
+                self.ports.peers.stop_probing(record)
 
     def probe_links(self, condition: Callable[[Link], bool] = lambda _: True) -> None:
         """Probe the peers of these links now, after a sign that some peer may be dead."""
         for link in list(self.machine.links.values()):
-            record = self.sessions.get(link.session)
+            record = self.sessions.records.get(link.session)
             if record is not None and condition(link):
-                self._hint_death(record)
+                self.ports.peers.hint_death(record)
 
     @property
     def holds_no_memory(self) -> bool:
@@ -367,12 +351,12 @@ class SourceRunner(MachineRunner[SourceMachine, SourcePorts]):
         self._send_frames()
 
     def _handle(self, event: Event, now: float) -> None:
-        if isinstance(event, Sent | SendFailed):
+        if isinstance(event, WriteEnded):
             self._write_ended(event)
         super()._handle(event, now)
 
-    def _write_ended(self, event: Sent | SendFailed) -> None:
-        op, fate = event.op, event.fate if isinstance(event, SendFailed) else None
+    def _write_ended(self, event: WriteEnded) -> None:
+        op, fate = event.op, event.fate
         self._gathers.pop(op, None)
         record = self.sessions.end(op, doubtful=fate is WriteFate.UNKNOWN)
         if fate is None:
@@ -380,7 +364,7 @@ class SourceRunner(MachineRunner[SourceMachine, SourcePorts]):
             return
         self._notes.pop(op, None)
         if record is not None and fate is not WriteFate.BUSY:
-            self._hint_death(record)
+            self.ports.peers.hint_death(record)
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -405,7 +389,7 @@ class SourceRunner(MachineRunner[SourceMachine, SourcePorts]):
         starts = self.sessions.start(op, session)
         if not starts:
             # The session may be proven over already, so nothing may start in it.
-            self._events.append(SendFailed(op, WriteFate.FAILED))
+            self._events.append(WriteEnded(op, WriteFate.FAILED))
         return starts
 
     def _post(self, action: Post) -> None:
@@ -442,9 +426,6 @@ class TargetRunner(MachineRunner[TargetMachine, TargetPorts]):
         else:
             super()._perform(action)
 
-    def _cut(self, session: Session) -> None:
-        """Do nothing: only the end of a source's process stops its writes."""
-
 
 def drop_redundant(frames: list[Send]) -> list[Send]:
     """Remove frames whose content a later frame of the same room to the same peer repeats.
@@ -469,7 +450,7 @@ def drop_redundant(frames: list[Send]) -> list[Send]:
     return kept[::-1]
 
 
-def frame_event(message: Envelope | BadFrame) -> Event | None:
+def frame_event(message: Envelope | BadFrame) -> Received | WrongVersion | None:
     """Return the event for a decoded frame, or None if the machine must not see it."""
     if not isinstance(message, BadFrame):
         return Received(message)

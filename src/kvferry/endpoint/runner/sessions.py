@@ -44,46 +44,28 @@ class Sessions:
 
     def __init__(self, *, exposed: bool) -> None:
         self._exposed = exposed
-        self._records: dict[Session, SessionRecord] = {}
-        self._by_op: dict[Op, SessionRecord] = {}
+        self.records: dict[Session, SessionRecord] = {}
+        # The session of each write in flight.
+        self.by_op: dict[Op, SessionRecord] = {}
         # Sessions that were cut and are still kept. Only these can be over.
         self.ending: dict[Session, SessionRecord] = {}
 
-    def get(self, session: Session) -> SessionRecord | None:
-        """Return the record of a session, if it is kept."""
-        return self._records.get(session)
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def records(self) -> list[SessionRecord]:
-        """Return all records."""
-        return list(self._records.values())
-
-    @property
-    def num_in_flight(self) -> int:
-        """Number of writes in flight."""
-        return len(self._by_op)
-
     def add(self, peer: Peer, incarnation: int, session: Session, metadata: bytes) -> None:
         """Add the session of a peer that was reached."""
-        self._records[session] = SessionRecord(peer, incarnation, session, metadata, self._exposed)
+        self.records[session] = SessionRecord(peer, incarnation, session, metadata, self._exposed)
 
     def start(self, op: Op, session: Session) -> bool:
         """Note that a write starts. Return False if the session allows no more writes."""
-        record = self._records.get(session)
+        record = self.records.get(session)
         if record is None or record.cut:
             return False
         record.in_flight.add(op)
-        self._by_op[op] = record
+        self.by_op[op] = record
         return True
 
     def end(self, op: Op, *, doubtful: bool) -> SessionRecord | None:
-        """Note that a write has ended, or that its fate is unknown (``doubtful``).
-
-        Return its session, or None if the write was not in flight.
-        """
-        record = self._by_op.pop(op, None)
+        """Note that a write has ended, or is in doubt. Return its session, if it was in flight."""
+        record = self.by_op.pop(op, None)
         if record is not None:
             record.in_flight.discard(op)
             record.doubtful |= doubtful
@@ -91,7 +73,7 @@ class Sessions:
 
     def cut(self, session: Session) -> SessionRecord | None:
         """Allow no more writes in a session. Return its record, if it is kept."""
-        record = self._records.get(session)
+        record = self.records.get(session)
         if record is not None:
             record.cut = True
             self.ending[session] = record
@@ -99,7 +81,7 @@ class Sessions:
 
     def confirm_dead(self, peer: Peer, incarnation: int) -> list[SessionRecord]:
         """Cut the sessions of a dead incarnation, and clear their doubt and exposure."""
-        found = [each for each in self._records.values() if each.life == (peer, incarnation)]
+        found = [each for each in self.records.values() if each.life == (peer, incarnation)]
         for record in found:
             self.cut(record.session)
             record.doubtful = record.exposed = False
@@ -119,12 +101,8 @@ class Sessions:
         for record in proven:
             record.proven = True
         for record in dropped:
-            del self._records[record.session], self.ending[record.session]
+            del self.records[record.session], self.ending[record.session]
         return proven, dropped
-
-    def doubtful(self) -> list[SessionRecord]:
-        """Return the sessions with a write of unknown fate."""
-        return [record for record in self._records.values() if record.doubtful]
 
     def needs_proof(self, peer: Peer, incarnation: int) -> bool:
         """Return whether a session waits for proof that this incarnation is dead."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvferry.errors import InputError
-from kvferry.plan.cost import DEFAULT_BUDGET_BYTES, HOST_SLOTS, SlotRule
+from kvferry.plan.cost import HOST_SLOTS, SlotRule
 from kvferry.protocol.messages import MAX_SLOTS
 from kvferry.regions import PAGE_BYTES
 
@@ -33,7 +33,7 @@ class SlotPool(NamedTuple):
 def slots_for(
     largest_unit_bytes: int,
     *,
-    budget_bytes: int = DEFAULT_BUDGET_BYTES,
+    budget_bytes: int | None = None,
     slot_bytes: int | None = None,
     rule: SlotRule = HOST_SLOTS,
     most_slots: int = MAX_SLOTS,
@@ -41,9 +41,11 @@ def slots_for(
     """Return the slots for a staging budget. Raises ``InputError`` if none fits.
 
     ``largest_unit_bytes`` is the size of one token, or state row, of one layer. Pushes are not cut
-    smaller than that. Without ``slot_bytes``, ``rule`` gives the size. Slots are aligned to pages
-    of memory.
+    smaller than that. ``rule`` gives the budget and the size of slots if they are None. Slots are
+    aligned to pages of memory.
     """
+    if budget_bytes is None:
+        budget_bytes = rule.budget_bytes
     if min(largest_unit_bytes, budget_bytes, most_slots) <= 0:
         raise InputError("staging budget, largest unit and number of slots must be above 0")
     if slot_bytes is None:

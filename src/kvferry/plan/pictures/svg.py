@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from kvferry.layout.intervals import Span
+from kvferry.layout.tokens import EVERY
 from kvferry.plan.describe import kind_text, rank_coordinates
 from kvferry.plan.pictures import captions
 from kvferry.plan.pictures.scene import (
@@ -182,7 +183,7 @@ def _section(scene: Scene, section: Section) -> Iterator[str]:
             box = section.block(shard.layers, units)
             box = box._replace(w=max(MIN_BLOCK, box.w - 1), h=max(MIN_BLOCK, box.h))
             yield _rect(box, "cell", f' fill="{_colour(scene, section.group.name, units)}"')
-        if shard.tokens.step > 1:
+        if shard.tokens.pattern != EVERY:
             yield _rect(section.block(shard.layers, shard.units), "", ' fill="url(#kvf-hatch)"')
 
 

@@ -1,11 +1,11 @@
-"""The routes of a worker: one event loop, which hands jobs to the engine's thread.
+"""The routes of a worker: they hand jobs to the engine's service.
 
 If a caller leaves, its handler is cancelled, and with it the job. The first news of a job
 decides the status of its answer, also of a streamed one: a failure before the first token is
 an error like any other.
 
-With a cluster key, requests for answers and for rooms must be signed with it, as the router
-does. The signature covers the body, and is valid once, for one life of this worker.
+With a cluster key, requests for answers must be signed with it, as the router does. The
+signature covers the body, and is valid once, for one life of this worker.
 """
 
 from __future__ import annotations
@@ -13,214 +13,139 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
+from typing import Any
 
 import msgspec
 from aiohttp import web
 from msgspec.structs import asdict
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 
-from kvferry import ClusterKey
-from kvferry.http.api_errors import ApiError, from_http_exception, json_response
-from kvferry.reference.api.answers import AnswerWriter, ChatWriter, Document
+from kvferry.http.api_errors import ApiError, Handler, json_response, read_body, respond
 from kvferry.reference.api.bodies import Serving, parse_chat, parse_completion
-from kvferry.reference.api.metrics import WorkerMetrics
-from kvferry.reference.api.pending import ROOM_S, RoomAsker, answer_pieces
 from kvferry.reference.engine.requests import Produced
-from kvferry.reference.worker.jobs import Ask, ServeJob
-from kvferry.reference.worker.loop import EngineLoop
-from kvferry.security.signing import (
-    SCHEME,
-    RequestVerifier,
-    SignatureFault,
-    SignatureRefused,
-)
+from kvferry.reference.worker.service import EngineService, JobFailed, ServeJob
+from kvferry.security.signing import RequestVerifier, SignatureFault
 from kvferry.telemetry.logs.context import in_room
 
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 1 << 20
-BODY_S = 30.0
 END = b"data: [DONE]\n\n"
-UNSIGNED = SignatureRefused(
-    SignatureFault.UNSIGNED,
-    "this worker takes only what is signed with the cluster key; ask the router",
-)
+
+
+Document = dict[str, Any]
 
 
 class Api:
-    """The HTTP application of a worker. ``about`` is shown at ``/healthz``."""
+    """The HTTP application of a worker; ``registry`` is for metrics of its connections."""
 
     def __init__(
-        self,
-        loop: EngineLoop,
-        serving: Serving,
-        about: Document,
-        key: ClusterKey | None = None,
-        verifier: RequestVerifier | None = None,
+        self, service: EngineService, serving: Serving, verifier: RequestVerifier | None
     ) -> None:
-        self._loop = loop
+        self._service = service
         self._serving = serving
-        self._about = about
-        self._created = int(time.time())
-        self.metrics = WorkerMetrics(str(about["name"]))
-        self._asker = RoomAsker(key)
         self._verifier = verifier
+        self.registry = CollectorRegistry()
 
     def application(self) -> web.Application:
         """Return the application with its routes."""
-        app = web.Application(middlewares=[self._frame], client_max_size=MAX_BODY_BYTES)
+        app = web.Application(middlewares=[_answer_errors], client_max_size=MAX_BODY_BYTES)
         app.add_routes(
             [
                 web.get("/healthz", self._health),
                 web.get("/metrics", self._metrics),
-                web.get("/kvferry/rooms/{room:.+}", self._room),
-                web.delete("/kvferry/rooms/{room:.+}", self._abandon),
                 web.get("/v1/models", self._models),
-                web.get("/v1/models/{name:.+}", self._model),
                 web.post("/v1/completions", partial(self._answer, parse_completion)),
                 web.post("/v1/chat/completions", partial(self._answer, parse_chat)),
             ]
         )
-        app.cleanup_ctx.append(self._asker.running)
         return app
 
-    @web.middleware
-    async def _frame(
-        self,
-        request: web.Request,
-        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
-    ) -> web.StreamResponse:
-        """Turn errors into answers, log and count them."""
-        response: web.StreamResponse
-        try:
-            response = await handler(request)
-        except ApiError as error:
-            level = logging.INFO if error.status < 500 else logging.WARNING
-            text = "refused path=%s status=%d reason=%r"
-            log.log(level, text, request.path, error.status, str(error))
-            response = error.response()
-        except web.HTTPException as error:
-            response = from_http_exception(error, MAX_BODY_BYTES).response()
-        except (ConnectionError, web.RequestPayloadError) as error:
-            # The caller has left in the middle, and nobody reads this.
-            log.info("client-left path=%s reason=%r", request.path, error)
-            response = web.Response(status=499)
-        except Exception:
-            log.exception("request-failed path=%s", request.path)
-            message = "this server has a bug; see its log"
-            response = ApiError(500, message, code="internal").response()
-        resource = request.match_info.route.resource
-        path = resource.canonical if resource is not None else "other"
-        self.metrics.answered(path, response.status)
-        return response
-
-    def _demand_signed(self, request: web.Request, body: bytes = b"") -> None:
+    def _demand_signed(self, request: web.Request, body: bytes) -> None:
         """Refuse a request that is not signed with the cluster key, if there is one."""
         if self._verifier is None:
             return
         header = request.headers.get("Authorization", "")
-        fault: SignatureRefused | None = UNSIGNED
-        # OpenAI's clients send an ``Authorization`` of another scheme.
-        if header.startswith(f"{SCHEME} "):
-            now = time.time()
-            fault = self._verifier.check(header, request.method, request.raw_path, body, now)
-        if fault is not None:
-            status = 503 if fault.fault is SignatureFault.FULL else 401
-            code = f"ticket_{fault.fault}".replace("-", "_")
-            raise ApiError(status, fault.message, code=code)
-
-    # ------------------------------------------------------------ state
+        target, now = request.raw_path, time.time()
+        refused = self._verifier.check(header, request.method, target, body, now)
+        if refused is not None:
+            status = 503 if refused.fault is SignatureFault.FULL else 401
+            code = f"ticket_{refused.fault}".replace("-", "_")
+            raise ApiError(status, f"{refused.message}, or ask the router", code=code)
 
     async def _health(self, request: web.Request) -> web.Response:
-        died = self._loop.died.done()
-        status: Document = {"status": "ended" if died else "ok"}
+        options, died = self._serving.options, self._service.died
+        about: Document = {"role": options.role, "name": options.name, "model": options.model}
         if self._verifier is not None:
             introduction = self._verifier.introduce(request.query.get("nonce", ""))
-            status |= {name: value for name, value in asdict(introduction).items() if value}
-        if died and (reason := self._loop.died.result()) is not None:
-            status["problem"] = str(reason)
-        snapshot = msgspec.to_builtins(self._loop.snapshot)
-        return json_response({**status, **self._about, **snapshot}, 503 if died else 200)
+            about |= {name: value for name, value in asdict(introduction).items() if value}
+        about |= {"status": "ended" if died.done() else "ok"} | self._service.state()
+        if died.done() and died.result() is not None:
+            about["problem"] = str(died.result())
+        return json_response(about, 503 if died.done() else 200)
 
     async def _metrics(self, request: web.Request) -> web.Response:
         content = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-        return web.Response(body=self.metrics.text(self._loop.snapshot), headers=content)
-
-    async def _room(self, request: web.Request) -> web.Response:
-        """Return how a room ended; wait for its end, which is near when decode asks."""
-        self._demand_signed(request)
-        room = request.match_info["room"]
-        end = asyncio.wrap_future(self._loop.ends.wait_for(room))
-        try:
-            async with asyncio.timeout(ROOM_S):
-                # Shielded, because several callers may wait for the same room.
-                return json_response(await asyncio.shield(end))
-        except TimeoutError:
-            raise ApiError(404, f"no room {room:.200} has ended here lately") from None
-
-    async def _abandon(self, request: web.Request) -> web.Response:
-        """Free the pages of a room that the router has given up."""
-        self._demand_signed(request)
-        self._loop.abandon(request.match_info["room"])
-        return web.Response(status=204)
+        text = generate_latest(self.registry) + generate_latest(REGISTRY)
+        return web.Response(body=text, headers=content)
 
     async def _models(self, request: web.Request) -> web.Response:
-        return json_response({"object": "list", "data": [self._card()]})
-
-    async def _model(self, request: web.Request) -> web.Response:
-        name = request.match_info["name"]
-        if name != self._serving.model:
-            message = f"The model {name!r:.200} does not exist; see /v1/models"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return json_response(self._card())
-
-    def _card(self) -> Document:
-        name = self._serving.model
-        return {"id": name, "object": "model", "created": self._created, "owned_by": "kvferry"}
-
-    # ------------------------------------------------------------ answers
+        name = self._serving.options.model
+        card = {"id": name, "object": "model", "created": 0, "owned_by": "kvferry"}
+        return json_response({"object": "list", "data": [card]})
 
     async def _answer(
-        self, parse: Callable[[bytes, Serving], Ask], request: web.Request
+        self, parse: Callable[[bytes, Serving], ServeJob], request: web.Request
     ) -> web.StreamResponse:
-        try:
-            async with asyncio.timeout(BODY_S):
-                body = await request.read()
-        except TimeoutError:
-            raise ApiError(408, "the body did not come in time; send it again") from None
+        body = await read_body(request)
         self._demand_signed(request, body)
         # Tokenizing a long prompt takes a while.
-        ask = await asyncio.to_thread(parse, body, self._serving)
-        if ask.ticket is not None:
-            in_room(ask.ticket.room)
-        serving = self._serving
-        job = ServeJob.begin(ask, deadline_s=serving.deadline_s, request_s=serving.request_s)
-        kind = ChatWriter if ask.chat else AnswerWriter
-        writer = kind(job, serving.model, serving.tokenizer, int(time.time()))
-        self._loop.submit(job)
+        job = await asyncio.to_thread(parse, body, self._serving)
+        if job.ticket is not None:
+            in_room(job.ticket.room)
+        writer = AnswerWriter(job, self._serving.options.model)
+        self._service.submit(job)
         try:
-            async with aclosing(answer_pieces(job, self._asker)) as pieces:
-                if ask.stream:
+            async with aclosing(_pieces(job)) as pieces:
+                if job.streams:
                     return await _stream(request, writer, pieces)
                 return json_response(writer.whole([piece async for piece in pieces]))
         finally:
             # Stops the job, unless it was answered.
-            self._loop.cancel(job)
+            self._service.cancel(job)
+
+
+@web.middleware
+async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    return await respond(request, handler, log)
+
+
+async def _pieces(job: ServeJob) -> AsyncGenerator[Produced]:
+    """Yield the tokens of a job; raise ``ApiError`` if no more come."""
+    finish = None
+    while finish is None:
+        event = await job.events.get()
+        if isinstance(event, JobFailed):
+            status, code = event.trouble.value
+            raise ApiError(status, event.message, code=code)
+        yield event
+        finish = event.finish
 
 
 async def _stream(
-    request: web.Request, writer: AnswerWriter, pieces: AsyncIterator[Produced]
+    request: web.Request, writer: AnswerWriter, pieces: AsyncGenerator[Produced]
 ) -> web.StreamResponse:
     first = await anext(pieces)
     headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
     response = web.StreamResponse(headers=headers)
     await response.prepare(request)
     try:
-        await _write(response, writer.chunks(first))
+        await response.write(writer.events(first))
         async for piece in pieces:
-            await _write(response, writer.chunks(piece))
+            await response.write(writer.events(piece))
         await response.write(END)
     except ApiError as error:
         # The status is sent already, so the error is the stream's last event.
@@ -229,7 +154,62 @@ async def _stream(
     return response
 
 
-async def _write(response: web.StreamResponse, documents: list[Document]) -> None:
-    if documents:
-        lines = (b"data: " + msgspec.json.encode(document) for document in documents)
-        await response.write(b"\n\n".join(lines) + b"\n\n")
+class AnswerWriter:
+    """Writes a job's answer; its tokens come in order, each once."""
+
+    def __init__(self, job: ServeJob, model: str) -> None:
+        self._job = job
+        self._object = "chat.completion" if job.is_chat else "text_completion"
+        now = int(time.time())
+        self._head: Document = {"id": job.request.id, "created": now, "model": model}
+        self._num_tokens = 0
+
+    def whole(self, pieces: Sequence[Produced]) -> Document:
+        """Return the whole answer."""
+        self._num_tokens = len(pieces)
+        text = "".join(piece.text for piece in pieces)
+        message = {"message": {"role": "assistant", "content": text}}
+        choice = self._choice(message if self._job.is_chat else {"text": text}, pieces)
+        answer = self._head | {"object": self._object, "choices": [choice]}
+        return answer | {"usage": self._usage()} | self._report()
+
+    def events(self, piece: Produced) -> bytes:
+        """Return what a piece adds to a stream; empty if there is nothing to show yet."""
+        job, text, documents = self._job, piece.text, []
+        if job.is_chat and self._num_tokens == 0:
+            delta = {"delta": {"role": "assistant", "content": ""}}
+            documents.append(self._chunk([{"index": 0, "finish_reason": None} | delta]))
+        self._num_tokens += 1
+        if text or piece.finish or job.wants_token_ids:
+            delta = {"delta": {"content": text} if text else {}}
+            choice = self._choice(delta if job.is_chat else {"text": text}, [piece])
+            documents.append(self._chunk([choice]))
+        if piece.finish:
+            if job.wants_usage:
+                documents.append(self._chunk([]) | {"usage": self._usage()})
+            documents[-1] |= self._report()
+        return b"".join(b"data: " + msgspec.json.encode(one) + b"\n\n" for one in documents)
+
+    def _chunk(self, choices: list[Document]) -> Document:
+        name = f"{self._object}.chunk" if self._job.is_chat else self._object
+        usage = {"usage": None} if self._job.wants_usage else {}
+        return self._head | {"object": name, "choices": choices} | usage
+
+    def _choice(self, content: Document, pieces: Sequence[Produced]) -> Document:
+        choice: Document = {"index": 0, "finish_reason": pieces[-1].finish, "logprobs": None}
+        choice |= content
+        if self._job.wants_token_ids:
+            choice["token_ids"] = [piece.sample.token for piece in pieces]
+        return choice
+
+    def _usage(self) -> Document:
+        num_prompt = len(self._job.request.prompt)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": self._num_tokens,
+            "total_tokens": num_prompt + self._num_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._job.prefix},
+        }
+
+    def _report(self) -> Document:
+        return {"kvferry": self._job.report} if self._job.report else {}

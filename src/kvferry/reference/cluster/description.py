@@ -7,52 +7,54 @@ mistakes are reported at once.
 from __future__ import annotations
 
 import tomllib
+from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
-from msgspec import Meta
+from msgspec.structs import replace
 
-from kvferry import DType, InputError, Layout, Order, Parallel, Refused, TransferMode, reshard
-from kvferry.reference.models.config import ModelConfig, layout_for
+from kvferry import EndpointConfig, InputError, Refused, TransferMode, check_discovery_url, reshard
+from kvferry.reference.models.config import ModelConfig
+from kvferry.reference.models.find import ModelFolder
+from kvferry.reference.options import Count, EngineOptions, InstanceOptions, Port
 from kvferry.router.options import RouterOptions
 from kvferry.router.worker_pool import WorkerRole
 
 DISCOVERY_PORT = 7077
 MAX_FILE_BYTES = 1 << 20
 SEE = "see examples/cluster.toml"
-DEVICES = ("cpu", "cuda")
-# Keys of a worker's section that are options of its engine.
-ENGINE_OPTIONS = (
-    *("order", "dtype", "device", "threads"),
-    *("cache_tokens", "max_requests", "step_tokens", "prefix_cache"),
-)
-
-Count = Annotated[int, Meta(ge=1)]
-Port = Annotated[int, Meta(ge=0, lt=1 << 16)]
 
 
 class DiscoverySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The discovery service. ``url`` is how others reach it, if not at ``host``."""
+    """The discovery service. ``url`` is how others reach it, if not at ``host``.
+
+    ``existing`` is the URL of a service that runs already, such as etcd. The cluster then starts
+    none, but its status service at ``host`` and ``port`` if the existing one has no page.
+    """
 
     host: str = "127.0.0.1"
     port: Port = DISCOVERY_PORT
     url: str = ""
+    existing: str = ""
+
+    def __post_init__(self) -> None:
+        if self.existing:
+            check_discovery_url(self.existing)
 
     @property
     def address(self) -> str:
         """The URL for workers and routers."""
-        return self.url or f"http://{self.host}:{self.port}"
+        return self.existing or self.url or f"http://{self.host}:{self.port}"
+
+    @property
+    def needs_status(self) -> bool:
+        """Whether a status service must show the cluster."""
+        return self.existing.startswith(("etcd://", "etcds://"))
 
 
-class TransferSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How prefill workers push: a number of layers at a time, as many as pay, or all."""
-
-    layers: Count | Literal["auto", "all"] = "auto"
-
-
-class WorkerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One worker, or ``instances`` of the same kind, each of ``tp`` × ``pp`` ranks.
+class WorkerSection(EngineOptions, frozen=True, kw_only=True):
+    """One worker, or ``instances`` of the same kind, each of ``tp`` ranks.
 
     ``advertise`` is the address at which other hosts reach a worker that listens on all
     addresses. ``mode`` forces a transfer mode; without it a prefill worker chooses.
@@ -60,81 +62,51 @@ class WorkerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     name: str = ""
     instances: Count = 1
-    tp: Count = 1
-    pp: Count = 1
-    stages: tuple[int, ...] = ()
-    page: Count = 16
-    order: Order = Order.NHD
-    dtype: DType = DType.FLOAT32
-    device: str = "cpu"
-    threads: Count = 1
-    cache_tokens: Count = 8192
-    max_requests: Count = 32
-    step_tokens: Count = 256
-    prefix_cache: bool = True
     host: str = "127.0.0.1"
     port: Port = 0
     advertise: str = ""
     mode: TransferMode | None = None
 
     def __str__(self) -> str:
-        pipeline = f"·PP{self.parallel.pp}" if self.parallel.pp > 1 else ""
         instances = f" × {self.instances}" if self.instances > 1 else ""
-        return f"TP{self.tp}{pipeline}{instances}, page {self.page}"
-
-    @property
-    def parallel(self) -> Parallel:
-        """The sharding."""
-        return Parallel(tp=self.tp, pp=len(self.stages) or self.pp, stages=self.stages)
-
-    def layout(self, config: ModelConfig) -> Layout:
-        """Return the layout of the model's cache."""
-        return layout_for(
-            config, self.parallel, page_tokens=self.page, order=self.order, dtype=self.dtype
-        )
+        return f"TP{self.tp}{instances}, page {self.page}"
 
 
 class ClusterDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A whole cluster. An empty ``model`` is the default one."""
+    """A whole cluster. An empty ``model`` is the default one.
+
+    ``layers``: prefill workers push so many layers at a time, as many as pay, or all.
+    """
 
     model: str = ""
     transport: str = "auto"
+    layers: Count | Literal["auto", "all"] = "auto"
     key: str | None = None
     discovery: DiscoverySection = DiscoverySection()
     router: RouterOptions = RouterOptions()
-    transfer: TransferSection = TransferSection()
     prefill: tuple[WorkerSection, ...] = ()
     decode: tuple[WorkerSection, ...] = ()
 
-    def workers(self) -> list[NamedProcess]:
+    def workers(self) -> list[NamedWorker]:
         """Return every worker; ``prefill-0``, ``prefill-1``, … unless it has a name."""
-        workers: list[NamedProcess] = []
-        sides = (WorkerRole.PREFILL, self.prefill), (WorkerRole.DECODE, self.decode)
-        for part, sections in sides:
-            before = len(workers)
-            for section in sections:
-                for i in range(section.instances):
-                    name = section.name or f"{part}-{len(workers) - before}"
-                    if section.name and section.instances > 1:
-                        name = f"{section.name}-{i}"
-                    # Only one instance can have the port; the others take any.
-                    own = section if i == 0 else msgspec.structs.replace(section, port=0)
-                    workers.append(NamedProcess(name, part, own))
+        workers: list[NamedWorker] = []
+        for role, sections in (WorkerRole.PREFILL, self.prefill), (WorkerRole.DECODE, self.decode):
+            instances = [(one, i) for one in sections for i in range(one.instances)]
+            for number, (section, i) in enumerate(instances):
+                name = section.name or f"{role}-{number}"
+                if section.name and section.instances > 1:
+                    name = f"{section.name}-{i}"
+                # Only one instance can have the port; the others take any.
+                own = section if i == 0 else replace(section, port=0)
+                workers.append(NamedWorker(name, role, own))
         return workers
 
 
-class ModelFolder(NamedTuple):
-    """A model's folder and the name under which it is served."""
-
-    folder: Path
-    name: str
-
-
-class NamedProcess(NamedTuple):
+class NamedWorker(NamedTuple):
     """One worker of a section."""
 
     name: str
-    part: WorkerRole
+    role: WorkerRole
     section: WorkerSection
 
 
@@ -155,75 +127,60 @@ def read_cluster(name: str) -> ClusterDescription:
         raise InputError(f"{name}: [router] takes discovery and key from the whole file; {SEE}")
     key = str(path.parent / cluster.key) if cluster.key else None
     model = str(path.parent / cluster.model) if "/" in cluster.model else cluster.model
-    return msgspec.structs.replace(cluster, key=key, model=model)
+    return replace(cluster, key=key, model=model)
 
 
 def check(cluster: ClusterDescription, model: ModelFolder) -> None:
     """Refuse a cluster that cannot work."""
-    workers = cluster.workers()
-    names = [worker.name for worker in workers]
+    names = [worker.name for worker in cluster.workers()]
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         raise InputError(f"two workers have the name {min(twice)!r}; give each its own")
-    for section in (*cluster.prefill, *cluster.decode):
-        if section.device not in DEVICES:
-            raise InputError(f"device is {' or '.join(DEVICES)}, not {section.device!r:.40}")
     if any(section.mode for section in cluster.decode):
         raise InputError("prefill chooses the transfer mode; put it into a [[prefill]] section")
     try:
         config = ModelConfig.load(model.folder)
-        sources = [section.layout(config) for section in cluster.prefill]
-        targets = [section.layout(config) for section in cluster.decode]
-        for source in sources:
-            for target in targets:
-                reshard(source, target)
+        sides = [[one.layout(config) for one in side] for side in (cluster.prefill, cluster.decode)]
+        for source, target in product(*sides):
+            reshard(source, target)
     except Refused as refused:
         raise InputError("; ".join(reason.message for reason in refused.reasons)) from None
 
 
-# ---------------------------------------------------------------- options of ``run_part``
+class DiscoveryOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """A discovery service, or the status service of an existing one."""
+
+    section: DiscoverySection
+    key: str | None = None
+    advertise: str = ""
 
 
-def discovery_options(cluster: ClusterDescription) -> dict[str, Any]:
-    """Return the options of the discovery service."""
-    section = cluster.discovery
-    return {"host": section.host, "port": section.port, "key": cluster.key}
+PartOptions = DiscoveryOptions | RouterOptions | InstanceOptions
 
 
-def router_options(cluster: ClusterDescription, discovery: str | None) -> dict[str, Any]:
+def router_options(cluster: ClusterDescription, discovery: str | None) -> RouterOptions:
     """Return the options of the router."""
-    own = msgspec.structs.replace(cluster.router, discovery=discovery, key=cluster.key)
-    fields: dict[str, Any] = msgspec.to_builtins(own)
-    return fields
+    return replace(cluster.router, discovery=discovery, key=cluster.key)
 
 
 def worker_options(
-    cluster: ClusterDescription, worker: NamedProcess, model: ModelFolder, discovery: str | None
-) -> dict[str, Any]:
-    """Return the options of a worker; its deadlines are the router's."""
-    section = worker.section
-    engine = {name: getattr(section, name) for name in ENGINE_OPTIONS} | {
-        "parallel": section.parallel,
-        "page_tokens": section.page,
-        "lost_s": cluster.router.lost_s,
-    }
-    fields: dict[str, Any] = msgspec.to_builtins(
-        {
-            "role": worker.part,
-            "name": worker.name,
-            "folder": str(model.folder),
-            "model": model.name,
-            "engine": engine,
-            "transport": cluster.transport,
-            "discovery": discovery,
-            "key_file": cluster.key,
-            "host": section.host,
-            "port": section.port,
-            "advertise": section.advertise,
-            "layers": cluster.transfer.layers,
-            "endpoint": {"mode": section.mode},
-            "deadline_s": cluster.router.room_s,
-            "request_s": cluster.router.deadline_s,
-        }
+    cluster: ClusterDescription, worker: NamedWorker, model: ModelFolder, discovery: str | None
+) -> InstanceOptions:
+    """Return the options of a worker."""
+    section, router = worker.section, cluster.router
+    return InstanceOptions(
+        role=worker.role,
+        name=worker.name,
+        folder=str(model.folder),
+        model=model.name,
+        engine=replace(section, lost_s=router.lost_s),
+        transport=cluster.transport,
+        discovery=discovery,
+        key_file=cluster.key,
+        host=section.host,
+        port=section.port,
+        advertise=section.advertise,
+        deadline_s=router.room_s,
+        layers=cluster.layers,
+        endpoint=EndpointConfig(mode=section.mode),
     )
-    return fields

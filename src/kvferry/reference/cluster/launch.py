@@ -1,125 +1,220 @@
-"""A whole cluster on this machine: starts its processes, restarts those that end, ends them.
+"""The processes of a cluster on this machine: one part, alone or as a child, and all of them.
 
-Children end with this process, however it ends: each watches a pipe that only this process
-holds. Belongs to one thread.
+A child and its parent share a pipe. The child receives what to run, and reports that it is ready,
+or why it is not. When the pipe ends, the parent wants the child to stop, or is gone: so children
+end with their parent, however it ends.
 """
 
 from __future__ import annotations
 
-import http.client
+import asyncio
+import contextlib
 import logging
 import os
-import selectors
-import socket
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import IO, Any
-from urllib.parse import urlsplit
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import IO, Any, NamedTuple, NoReturn
+from urllib.request import urlopen
 
 import msgspec
 
-from kvferry import InputError, KvferryError
+from kvferry import InputError, KvferryError, Refused, TransportError, freeze_gc
 from kvferry.reference.cluster.description import (
     ClusterDescription,
-    ModelFolder,
-    discovery_options,
+    DiscoveryOptions,
+    PartOptions,
     router_options,
     worker_options,
 )
-from kvferry.reference.cluster.process import STOPPING, ChildOrder, ChildReport, PartKind
+from kvferry.reference.models.find import ModelFolder
+from kvferry.reference.options import InstanceOptions
+from kvferry.router.options import RouterOptions
+from kvferry.telemetry.logs.lines import LogSettings, install
 
 log = logging.getLogger("kvferry.launch")
 
-# Enough for a large model; a child that ends is noticed at once.
-START_S = 900.0
 ROUTED_S = 60.0
-STOP_S = 20.0
-MIN_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
-# A child that ran for this long is not in a loop of failures.
-STEADY_S = 60.0
+HEALTH_S = 5.0
+# From the end of a child's pipe until it ends itself, and until its parent kills it.
+GRACE_S, STOP_S = 15.0, 20.0
+CHILD = "from kvferry.reference.cluster.launch import child_main; child_main({})"
+
+Ready = Callable[[str], None]
+PartReady = Callable[[str, str], None]
+
+
+# ---------------------------------------------------------------- one part
+
+
+def run_part(name: str, options: PartOptions, log_level: str, ready: Ready) -> None:
+    """Serve until SIGINT or SIGTERM; call ``ready`` with the address once it serves.
+
+    Raises ``KvferryError`` if it cannot start or go on. Each part imports only what it needs:
+    only a worker needs torch. It logs to standard error.
+    """
+    from kvferry.http.limits import raise_open_files  # noqa: PLC0415
+
+    def serves(address: str) -> None:
+        freeze_gc()
+        ready(address)
+
+    # A worker's own process is its rank 0.
+    install(LogSettings(name, log_level, 0 if isinstance(options, InstanceOptions) else None))
+    raise_open_files()
+    match options:
+        case DiscoveryOptions():
+            asyncio.run(_run_discovery(options, serves))
+        case RouterOptions():
+            from kvferry.router.serving import run_router  # noqa: PLC0415
+
+            run_router(options, serves)
+        case InstanceOptions():
+            from kvferry.reference.worker.instance import run_instance  # noqa: PLC0415
+
+            run_instance(options, serves)
+
+
+async def _run_discovery(options: DiscoveryOptions, ready: Ready) -> None:
+    from kvferry import DiscoveryServer, StatusServer  # noqa: PLC0415
+    from kvferry.http.listening import load_cluster_key  # noqa: PLC0415
+
+    section, stopped = options.section, asyncio.Event()
+    _on_signal(stopped.set)
+    listening = section.host, section.port, load_cluster_key(options.key)
+    server: DiscoveryServer | StatusServer = (
+        StatusServer(section.existing, *listening, options.advertise)
+        if section.existing
+        else DiscoveryServer(*listening)
+    )
+    with server:
+        ready(server.url)
+        await stopped.wait()
+
+
+def _on_signal(call: Callable[[], None]) -> None:
+    """Have the event loop call a function on SIGINT and SIGTERM."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, call)
+
+
+# ---------------------------------------------------------------- a child
+
+
+class ChildReport(NamedTuple):
+    """A child's address, or why it failed. ``is_input``: the user can correct it."""
+
+    url: str = ""
+    error: str = ""
+    is_input: bool = False
+
+
+def child_main(file: int) -> NoReturn:
+    """Run as a child whose pipe is this file descriptor."""
+    pipe, status = Connection(file), 0
+
+    def report(said: ChildReport) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            pipe.send(said)
+
+    try:
+        name, options = pipe.recv()
+        ending = threading.Thread(target=_end_with_parent, args=(pipe,), name="kvferry-parent")
+        ending.daemon = True
+        ending.start()
+        run_part(name, options, "WARNING", lambda url: report(ChildReport(url=url)))
+    except EOFError:
+        log.info("parent-gone")
+    except KvferryError as error:
+        is_input = isinstance(error, InputError | Refused | TransportError)
+        report(ChildReport(error=str(error), is_input=is_input))
+        status = 1
+    # Exit without waiting for the engine's thread, which may be in the middle of a step.
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _end_with_parent(pipe: Connection) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        pipe.recv()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE_S)
+    os._exit(1)
+
+
+# ---------------------------------------------------------------- the whole cluster
 
 
 class PartFailed(KvferryError):
-    """A part of the cluster could not start; the message says which and why."""
+    """A part of the cluster could not start, or ended; the message says which and why."""
 
 
-@dataclass(eq=False, slots=True)
 class ChildProcess:
-    """One part. ``url`` is set once it is ready, ``restart_at`` while it waits for a restart."""
+    """One part. ``url`` is set once it is ready. ``output`` takes all that it prints."""
 
-    order: ChildOrder
-    process: subprocess.Popen[bytes] | None = None
-    url: str = ""
-    started_at: float = 0.0
-    restart_at: float | None = None
-    pause_s: float = MIN_PAUSE_S
+    process: subprocess.Popen[bytes]
+    pipe: Connection
 
-    @property
-    def name(self) -> str:
-        """The part's name in the cluster."""
-        return self.order.name
+    def __init__(self, name: str, options: PartOptions, output: IO[bytes] | int) -> None:
+        self.name = name
+        self.options = options
+        self.url = ""
+        self._output = output
 
-    def start(self, stderr: IO[bytes] | int | None) -> None:
-        """Start the process and send its order."""
-        self.url, self.restart_at, self.started_at = "", None, time.monotonic()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "kvferry.reference.cluster.process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            bufsize=0,
-            # Ctrl-C in a terminal goes to its foreground group, which is the parent's alone.
-            process_group=0,
-        )
-        assert self.process.stdin is not None
+    def start(self) -> None:
+        """Start the process; a part that has ended may be started again."""
+        self.pipe, theirs = Pipe()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", CHILD.format(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output,
+                pass_fds=(theirs.fileno(),),
+                # Ctrl-C in a terminal goes to its foreground group, which is the parent's alone.
+                process_group=0,
+            )
+        with contextlib.suppress(BrokenPipeError):
+            self.pipe.send((self.name, self.options))
+
+    def demand_ready(self) -> None:
+        """Take the child's first report, or raise the error why there is none."""
         try:
-            self.process.stdin.write(msgspec.json.encode(self.order) + b"\n")
-        except BrokenPipeError:
-            log.info("ended-at-once name=%s", self.name)
-
-    @property
-    def output(self) -> int:
-        """The file descriptor of its reports."""
-        assert self.process is not None
-        assert self.process.stdout is not None
-        return self.process.stdout.fileno()
-
-    def read_reports(self) -> list[ChildReport]:
-        """Return its reports, when its output is readable; empty if it has ended."""
-        # A report is written at once and is shorter than a pipe's atomic write.
-        lines = os.read(self.output, 1 << 16).splitlines()
-        return [msgspec.json.decode(line, type=ChildReport) for line in lines]
-
-    def begin_stop(self) -> None:
-        """Close its lifeline."""
-        if self.process is not None and self.process.stdin is not None:
-            self.process.stdin.close()
+            report: ChildReport = self.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            status = self.wait(time.monotonic() + STOP_S)
+            raise PartFailed(
+                f"{self.name} ended with status {status} before it was ready; see its log"
+            ) from None
+        if report.error:
+            raise (InputError if report.is_input else PartFailed)(f"{self.name}: {report.error}")
+        self.url = report.url
 
     def wait(self, deadline: float) -> int:
-        """Return its exit status; kill it at the deadline."""
-        assert self.process is not None
-        self.begin_stop()
+        """Let the child end, and return its exit status; kill it at the deadline."""
+        self.pipe.close()
         try:
             return self.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             log.warning("killed name=%s", self.name)
             self.process.kill()
             return self.process.wait()
-        finally:
-            if self.process.stdout is not None:
-                self.process.stdout.close()
 
 
 class ClusterLaunch:
-    """The processes of one cluster. Leaving the block ends them all."""
+    """The processes of one cluster. Leaving the block ends them all. Belongs to one thread."""
 
-    def __init__(self, *, log_level: str = "WARNING", stderr: IO[bytes] | None = None) -> None:
+    def __init__(self, *, output: IO[bytes] | None = None) -> None:
         self.children: list[ChildProcess] = []
-        self._log_level = log_level
-        self._stderr = stderr
+        # By default to standard error.
+        self._output: IO[bytes] | int = 2 if output is None else output
 
     def __enter__(self) -> ClusterLaunch:
         return self
@@ -130,149 +225,90 @@ class ClusterLaunch:
     def __getitem__(self, name: str) -> ChildProcess:
         return next(child for child in self.children if child.name == name)
 
-    def start_all(
-        self, cluster: ClusterDescription, model: ModelFolder, ready: Callable[[str, str], None]
-    ) -> str:
+    def start_all(self, cluster: ClusterDescription, model: ModelFolder, ready: PartReady) -> str:
         """Start every part; return the router's address once requests can be answered.
 
         ``ready`` is called with the name and the address of each part.
         """
-        discovery = self.start("discovery", PartKind.DISCOVERY, discovery_options(cluster))
-        self.wait_ready([discovery], ready)
-        # The others would not find it at another port after a restart.
-        self._pin_port(discovery)
-        workers = cluster.workers()
-        router = self.start("router", PartKind.ROUTER, router_options(cluster, discovery.url))
-        started = [
-            self.start(
-                worker.name, PartKind.WORKER, worker_options(cluster, worker, model, discovery.url)
-            )
-            for worker in workers
-        ]
-        self.wait_ready([router, *started], ready)
-        self._pin_port(router)
-        wait_until_routed(router.url, {worker.name for worker in workers})
+        section, workers = cluster.discovery, cluster.workers()
+        address = section.existing
+        if not address or section.needs_status:
+            options = DiscoveryOptions(section=section, key=cluster.key)
+            child = self._start("status" if address else "discovery", options)
+            self.wait_ready([child], ready)
+            address = address or child.url
+        router = self._start("router", router_options(cluster, address))
+        children = [router]
+        for worker in workers:
+            instance = worker_options(cluster, worker, model, address)
+            children.append(self._start(worker.name, instance))
+        self.wait_ready(children, ready)
+        _wait_until_routed(router.url, {worker.name for worker in workers})
         return router.url
 
-    def start(self, name: str, kind: PartKind, options: dict[str, Any]) -> ChildProcess:
-        """Start one part without waiting for it."""
-        order = ChildOrder(name=name, kind=kind, options=options, log_level=self._log_level)
-        child = ChildProcess(order)
+    def _start(self, name: str, options: PartOptions) -> ChildProcess:
+        child = ChildProcess(name, options, self._output)
         self.children.append(child)
-        child.start(self._stderr)
+        child.start()
         return child
 
-    @staticmethod
-    def _pin_port(child: ChildProcess) -> None:
-        options = child.order.options | {"port": urlsplit(child.url).port}
-        child.order = msgspec.structs.replace(child.order, options=options)
-
     def wait_ready(
-        self, children: Iterable[ChildProcess], ready: Callable[[str, str], None] = lambda *_: None
+        self, children: Iterable[ChildProcess], ready: PartReady = lambda *_: None
     ) -> None:
         """Wait until all are ready, or raise the error of the first that fails."""
-        deadline = time.monotonic() + START_S
-        with selectors.DefaultSelector() as selector:
-            for child in children:
-                selector.register(child.output, selectors.EVENT_READ, child)
-            while selector.get_map():
-                keys = selector.select(max(0.0, deadline - time.monotonic()))
-                if not keys:
-                    raise PartFailed(f"not every part was ready within {START_S:g} s; see the log")
-                for key, _ in keys:
-                    _demand_ready(key.data)
-                    selector.unregister(key.fileobj)
-                    ready(key.data.name, key.data.url)
+        pending = {child.pipe: child for child in children}
+        while pending:
+            for pipe in wait(list(pending)):
+                assert isinstance(pipe, Connection)
+                child = pending.pop(pipe)
+                child.demand_ready()
+                ready(child.name, child.url)
 
-    def supervise(self, signals: socket.socket) -> None:
-        """Restart children that end, until a stop signal is readable from the socket."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(signals, selectors.EVENT_READ, None)
-            for child in self.children:
-                selector.register(child.output, selectors.EVENT_READ, child)
-            while True:
-                for key, _ in selector.select(self._restart_due_s()):
-                    if key.data is None:
-                        if signals.recv(1)[0] in STOPPING:
-                            return
-                    elif not _is_running(key.data):
-                        selector.unregister(key.fileobj)
-                        _schedule_restart(key.data)
-                now = time.monotonic()
-                for child in self.children:
-                    if child.restart_at is not None and child.restart_at <= now:
-                        child.start(self._stderr)
-                        selector.register(child.output, selectors.EVENT_READ, child)
+    async def supervise(self) -> None:
+        """Report workers that end, until SIGINT or SIGTERM.
 
-    def _restart_due_s(self) -> float | None:
-        times = [child.restart_at for child in self.children if child.restart_at is not None]
-        return max(0.0, min(times) - time.monotonic()) if times else None
+        The others go on without them. Raises ``PartFailed`` if any other part ends.
+        """
+        here, news = asyncio.get_running_loop(), asyncio.Queue[ChildProcess | None]()
+
+        def note(child: ChildProcess) -> None:
+            here.remove_reader(child.pipe)
+            news.put_nowait(child)
+
+        _on_signal(partial(news.put_nowait, None))
+        for child in self.children:
+            here.add_reader(child.pipe, note, child)
+        while (gone := await news.get()) is not None:
+            name, status = gone.name, gone.wait(time.monotonic() + STOP_S)
+            log.warning("ended name=%s status=%d", name, status)
+            if not isinstance(gone.options, InstanceOptions):
+                raise PartFailed(f"{name} ended with status {status}; see its log")
 
     def stop(self) -> None:
         """End the router, then the workers, then discovery, in bounded time. Idempotent."""
-        for kind in (PartKind.ROUTER, PartKind.WORKER, PartKind.DISCOVERY):
-            ending = [child for child in self.children if child.order.kind is kind]
+        for kind in (RouterOptions, InstanceOptions, DiscoveryOptions):
+            ending = [child for child in self.children if isinstance(child.options, kind)]
             for child in ending:
-                child.begin_stop()
+                child.pipe.close()
             deadline = time.monotonic() + STOP_S
             for child in ending:
                 child.wait(deadline)
         self.children = []
 
 
-def _is_running(child: ChildProcess) -> bool:
-    """Log a child's reports; return False if it has ended."""
-    reports = child.read_reports()
-    for report in reports:
-        if report.url:
-            child.url = report.url
-            log.warning("ready-again name=%s url=%s", child.name, child.url)
-        if report.error:
-            log.warning("failed name=%s error=%r", child.name, report.error)
-    return bool(reports)
+def health(url: str) -> dict[str, Any]:
+    """Return what a worker or a router says of itself; empty if it does not answer."""
+    try:
+        with urlopen(f"{url}/healthz", timeout=HEALTH_S) as response:
+            return msgspec.json.decode(response.read(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError):
+        return {}
 
 
-def _schedule_restart(child: ChildProcess) -> None:
-    status = child.wait(time.monotonic() + STOP_S)
-    now = time.monotonic()
-    if now - child.started_at > STEADY_S:
-        child.pause_s = MIN_PAUSE_S
-    child.restart_at = now + child.pause_s
-    log.warning("ended name=%s status=%d restart_s=%.0f", child.name, status, child.pause_s)
-    child.pause_s = min(2 * child.pause_s, MAX_PAUSE_S)
-
-
-def _demand_ready(child: ChildProcess) -> None:
-    reports = child.read_reports()
-    if not reports:
-        status = child.wait(time.monotonic() + STOP_S)
-        raise PartFailed(
-            f"{child.name} ended with status {status} before it was ready; see its log"
-        )
-    for report in reports:
-        if report.error:
-            kind = InputError if report.is_input else PartFailed
-            raise kind(f"{child.name}: {report.error}")
-        child.url = report.url
-
-
-def wait_until_routed(url: str, names: set[str], timeout_s: float = ROUTED_S) -> None:
+def _wait_until_routed(url: str, names: set[str]) -> None:
     """Wait until a router has found these workers and all are up."""
-    deadline = time.monotonic() + timeout_s
-    while missing := names - _up_at(url):
+    deadline = time.monotonic() + ROUTED_S
+    while missing := names - {one["name"] for one in health(url).get("workers", ()) if one["up"]}:
         if time.monotonic() > deadline:
             raise PartFailed(f"the router has not found {', '.join(sorted(missing))}; see its log")
         time.sleep(0.05)
-
-
-def _up_at(url: str) -> set[str]:
-    where = urlsplit(url)
-    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=5)
-    try:
-        connection.request("GET", "/healthz")
-        document = msgspec.json.decode(connection.getresponse().read())
-        return {worker["name"] for worker in document["workers"] if worker["up"]}
-    except (OSError, http.client.HTTPException, msgspec.DecodeError):
-        return set()
-    finally:
-        connection.close()

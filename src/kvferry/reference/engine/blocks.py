@@ -1,4 +1,4 @@
-"""Allocation of cache pages and state rows, with prefix caching.
+"""Allocation of cache pages, with prefix caching.
 
 A page is in exactly one of three places: free, in use by one or more requests, or kept
 (unused, but with known contents that a request with the same prefix can share). Kept pages
@@ -19,27 +19,22 @@ from kvferry import Misuse
 
 @dataclass(eq=False, slots=True)
 class BlockAllocation:
-    """One request's pages in token order, and its state row; ``prefix`` tokens are shared."""
+    """One request's pages in token order; ``prefix`` tokens are shared."""
 
     pages: list[int]
-    row: int | None
     prefix: int
     keys: list[bytes]
     released: bool = False
 
 
 class Blocks:
-    """All pages and rows of an instance; every rank has the same numbers."""
+    """All pages of an instance; every rank has the same numbers."""
 
-    def __init__(
-        self, num_pages: int, page_tokens: int, *, num_rows: int = 0, keep: bool = True
-    ) -> None:
+    def __init__(self, num_pages: int, page_tokens: int, *, keep: bool = True) -> None:
         self.page_tokens = page_tokens
         self.num_pages = num_pages
-        self._num_rows = num_rows
         self._keep = keep
         self._free = deque(range(num_pages))
-        self._free_rows = deque(range(num_rows))
         self._users = [0] * num_pages
         # Unused pages with known contents, the least recently used first.
         self._kept: OrderedDict[int, None] = OrderedDict()
@@ -56,11 +51,6 @@ class Blocks:
         """Pages in use by requests."""
         return self.num_pages - self.num_available
 
-    @property
-    def num_used_rows(self) -> int:
-        """State rows in use by requests."""
-        return self._num_rows - len(self._free_rows)
-
     def pages_for(self, num_tokens: int) -> int:
         """Return the number of pages for this many tokens."""
         return -(-num_tokens // self.page_tokens)
@@ -70,20 +60,17 @@ class Blocks:
     ) -> BlockAllocation | None:
         """Allocate pages for ``num_tokens``; only the first ``reuse`` tokens may be shared.
 
-        Return None, with nothing changed, if there are not enough pages or rows.
+        Return None, with nothing changed, if there are not enough pages.
         """
         keys, shared = self._find(prompt[:reuse])
         num_new = self.pages_for(num_tokens) - len(shared)
         if num_new > self.num_available - sum(page in self._kept for page in shared):
             return None
-        if self._num_rows and not self._free_rows:
-            return None
         for page in shared:
             self._kept.pop(page, None)
             self._users[page] += 1
         pages = shared + [self._take() for _ in range(num_new)]
-        row = self._free_rows.popleft() if self._num_rows else None
-        return BlockAllocation(pages, row, len(shared) * self.page_tokens, keys)
+        return BlockAllocation(pages, len(shared) * self.page_tokens, keys)
 
     def publish(self, allocation: BlockAllocation, tokens: Sequence[int]) -> None:
         """Make full pages of these first tokens, whose entries are written, shareable."""
@@ -99,43 +86,35 @@ class Blocks:
                 self._key_of[page] = key
 
     def release(self, allocation: BlockAllocation) -> None:
-        """Give back the pages and the row of a request, once."""
+        """Give back the pages of a request, once."""
         if allocation.released:
             raise Misuse("these pages were given back before; release a request once")
         allocation.released = True
         # Backwards, so that the end of a prompt is evicted before its beginning.
         for page in reversed(allocation.pages):
             self._users[page] -= 1
-            if self._users[page]:
-                continue
-            if page in self._key_of:
+            if not self._users[page] and page in self._key_of:
                 self._kept[page] = None
-            else:
+            elif not self._users[page]:
                 self._free.append(page)
-        if allocation.row is not None:
-            self._free_rows.append(allocation.row)
 
     def check(self) -> None:
         """Assert that every page is in exactly one place."""
-        used = {page for page, users in enumerate(self._users) if users}
+        used = [page for page, users in enumerate(self._users) if users]
+        assert sorted([*self._free, *self._kept, *used]) == list(range(self.num_pages))
         assert min(self._users, default=0) >= 0
-        everywhere = [*self._free, *self._kept, *used]
-        assert sorted(everywhere) == list(range(self.num_pages)), everywhere
         assert set(self._kept) <= set(self._key_of)
         assert not set(self._free) & set(self._key_of)
         assert self._page_of == {key: page for page, key in self._key_of.items()}
-        assert len(set(self._free_rows)) == len(self._free_rows)
 
     def _find(self, prompt: Sequence[int]) -> tuple[list[bytes], list[int]]:
         """Return keys and pages of the longest known prefix."""
         keys: list[bytes] = []
-        pages: list[int] = []
         for key in self._chain(prompt, 0, b"") if self._keep else ():
             if key not in self._page_of:
                 break
             keys.append(key)
-            pages.append(self._page_of[key])
-        return keys, pages
+        return keys, [self._page_of[key] for key in keys]
 
     def _chain(self, tokens: Sequence[int], first_page: int, last: bytes) -> Iterator[bytes]:
         """Yield the keys of the full pages from ``first_page`` on."""

@@ -20,9 +20,7 @@ from kvferry import (
     PoolMap,
     Pools,
     Region,
-    StateRow,
     contiguous_pools,
-    find_shard,
 )
 
 # Each layer begins on a memory page, so that copies of whole pages are aligned.
@@ -35,31 +33,23 @@ TORCH_DTYPES = {
 }
 
 
-def zeroed(num_bytes: int) -> NDArray[np.uint8]:
-    """Allocate plain host memory, for an engine without a transport."""
-    return np.zeros(num_bytes, dtype=np.uint8)
-
-
 class RankCache:
-    """One rank's cache: a single region, and a tensor view of each layer in it.
+    """One rank's cache. A single region means one registration with a transport.
 
-    A single region means one registration with a transport. ``allocate`` must return zeroed
-    memory, because attention reads unwritten entries under a mask.
+    ``allocate`` must return zeroed memory: attention reads unwritten entries under a mask.
     """
 
     def __init__(
         self,
         layout: Layout,
         rank: int,
-        *,
         num_pages: int,
-        num_rows: int,
         device: torch.device,
-        allocate: Callable[[int], NDArray[np.uint8]] = zeroed,
+        allocate: Callable[[int], NDArray[np.uint8]],
     ) -> None:
         self.layout = layout
         self.rank = rank
-        self.pools = one_region(contiguous_pools(layout, rank, num_pages, num_rows))
+        self.pools = one_region(contiguous_pools(layout, rank, num_pages))
         (num_bytes,) = self.pools.region_bytes
         if device.type == "cpu":
             self.memory = torch.from_numpy(allocate(num_bytes))
@@ -71,20 +61,17 @@ class RankCache:
         self.region = Region(self.memory.data_ptr(), num_bytes, place)
 
     def layer(self, group: str, tensor: str, layer: int) -> Tensor:
-        """Return one layer: [pages, tokens, units, elements], or [rows, units, elements].
+        """Return one layer: [pages, tokens, units, elements].
 
         The shape is the same in both orders; only the strides differ.
         """
-        spec = self.layout.spec.group(group)
         placement = self.pools.map.of(group, tensor)
-        units = len(find_shard(self.layout.rank_shards(self.rank), group, layer).units)
-        (kind,) = (t for t in spec.tensors if t.name == tensor)
+        # Every layer is alike.
+        units = len(self.layout.rank_shards(self.rank)[0].units)
+        (kind,) = (t for t in self.layout.spec.group(group).tensors if t.name == tensor)
         (base,) = placement.bases_of((layer,))
         raw = self.memory[base.offset : base.offset + placement.num_pages * placement.page_stride]
-        flat = raw.view(TORCH_DTYPES[kind.dtype])
-        if isinstance(spec.kind, StateRow):
-            return flat.view(placement.num_pages, units, kind.elements)
-        tokens = self.layout.page_tokens
+        flat, tokens = raw.view(TORCH_DTYPES[kind.dtype]), self.layout.page_tokens
         if self.layout.order is Order.HND:
             return flat.view(placement.num_pages, units, tokens, kind.elements).transpose(1, 2)
         return flat.view(placement.num_pages, tokens, units, kind.elements)

@@ -7,6 +7,7 @@ what is in its cache, so ranks cannot disagree.
 from __future__ import annotations
 
 from enum import StrEnum, auto
+from typing import Literal
 
 import msgspec
 
@@ -21,13 +22,13 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the next token is chosen.
 
     The choice depends only on the logits, the seed and the position, so it is the same on
-    whichever instance it is made. ``logprobs`` is the number of alternatives to report.
+    whichever instance it is made. ``logprobs`` is the number of log-probabilities to report.
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
-    logprobs: int | None = None
+    logprobs: int = 0
 
     def __post_init__(self) -> None:
         # NaN fails the comparisons and is refused too.
@@ -37,8 +38,6 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             raise InputError(f"top_p must be from 0 to 1, not {self.top_p}")
         if not -(1 << 63) <= self.seed < 1 << 63:
             raise InputError("seed must be a 64-bit whole number")
-        if self.logprobs is not None and self.logprobs < 0:
-            raise InputError(f"logprobs must be at least 0, not {self.logprobs}")
 
     @property
     def is_greedy(self) -> bool:
@@ -84,16 +83,6 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.prompt) + answer
 
 
-class FinishReason(StrEnum):
-    """Why an answer ended: a stop token or string, or ``max_tokens``."""
-
-    STOP = auto()
-    LENGTH = auto()
-
-
-# ---------------------------------------------------------------- a step
-
-
 class RequestWork(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of one request to run: a chunk of its prompt, or the token it sampled last.
 
@@ -105,7 +94,6 @@ class RequestWork(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int]
     first: int
     pages: list[int]
-    row: int | None
     sampling: Sampling | None
 
     @property
@@ -122,30 +110,18 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """A chosen token. ``top`` has (token, logprob) of the most likely ones if asked for."""
+    """A chosen token. ``top`` has the log-probabilities of the most likely ones if asked for."""
 
     request: str
     token: int
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
-
-
-class SampleFailed(msgspec.Struct, frozen=True):
-    """No token could be chosen for this request; other requests of the step are unaffected."""
-
-    request: str
-    reason: str
+    top: dict[int, float] = {}
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """One rank's answer to a plan: samples from the lead rank, notes from its extension."""
+    """One rank's answer to a plan: samples from rank 0, notes from its extension."""
 
     samples: list[Sample] = []
-    failures: list[SampleFailed] = []
     notes: list[bytes] = []
-
-
-# ---------------------------------------------------------------- outputs of an engine
 
 
 class Admitted(msgspec.Struct, frozen=True):
@@ -153,16 +129,11 @@ class Admitted(msgspec.Struct, frozen=True):
 
     request: str
     pages: list[int]
-    row: int | None
     prefix: int
 
 
-class Computed(msgspec.Struct, frozen=True):
-    """Every layer of these prompt tokens is in the request's pages, on every rank."""
-
-    request: str
-    first: int
-    end: int
+# Why an answer ended: a stop token or string, or ``max_tokens``.
+FinishReason = Literal["stop", "length"]
 
 
 class Produced(msgspec.Struct, frozen=True):
@@ -174,6 +145,12 @@ class Produced(msgspec.Struct, frozen=True):
     finish: FinishReason | None = None
 
 
+class SampleFailed(msgspec.Struct, frozen=True):
+    """No token could be chosen for this request; other requests of the step are unaffected."""
+
+    request: str
+
+
 class Noted(msgspec.Struct, frozen=True):
     """A note from one rank's extension."""
 
@@ -181,4 +158,4 @@ class Noted(msgspec.Struct, frozen=True):
     note: bytes
 
 
-Output = Admitted | Computed | Produced | SampleFailed | Noted
+Output = Admitted | Produced | SampleFailed | Noted

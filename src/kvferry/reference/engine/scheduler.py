@@ -5,11 +5,11 @@ running request is preempted. In each step every decoding request runs one token
 the rest of the step's budget in order of arrival, in chunks that end on a page boundary.
 
     WAITING ── admit ──▶ PREFILL ── last chunk ──▶ DECODE ── finish ──▶ (gone)
-       ▲                    │ (role PREFILL)         ▲
+       │                    │ (role PREFILL)         ▲
        │                    ▼                        │
        │                   HELD ── release ──▶ (gone)│
-       └─ recompute ── ARRIVING ── arrived ──────────┘
-                       (role DECODE)
+       └── admit ──▶ ARRIVING ── arrived ────────────┘
+          (role DECODE)
 
 Only ``release`` gives back pages that a transfer may touch (HELD, ARRIVING, and all of role
 PREFILL); ``cancel`` merely stops the computation.
@@ -19,9 +19,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
-
-from msgspec.structs import replace
 
 from kvferry import InputError, Misuse
 from kvferry.reference.engine.blocks import BlockAllocation, Blocks
@@ -38,19 +37,16 @@ class RequestPhase(Enum):
     ARRIVING = auto()
 
 
+@dataclass(slots=True, eq=False)
 class Active:
     """A request with pages, which contain its first ``computed`` tokens."""
 
-    def __init__(
-        self, request: EngineRequest, allocation: BlockAllocation, text: TextStream
-    ) -> None:
-        self.request = request
-        self.allocation = allocation
-        self.text = text
-        self.tokens = list(request.prompt)
-        self.computed = allocation.prefix
-        is_decode = request.role is EngineRole.DECODE
-        self.phase = RequestPhase.ARRIVING if is_decode else RequestPhase.PREFILL
+    request: EngineRequest
+    allocation: BlockAllocation
+    text: TextStream
+    tokens: list[int]
+    computed: int
+    phase: RequestPhase
 
     @property
     def pinned(self) -> bool:
@@ -58,14 +54,9 @@ class Active:
         waits = self.phase in (RequestPhase.ARRIVING, RequestPhase.HELD)
         return waits or self.request.role is EngineRole.PREFILL
 
-    @property
-    def num_produced(self) -> int:
-        """Tokens of the answer so far."""
-        return len(self.tokens) - len(self.request.prompt)
-
 
 class Scheduler:
-    """The waiting queue, the admitted requests, their pages and the text of their answers."""
+    """The waiting queue, the admitted (``active``) requests, their pages and texts."""
 
     def __init__(
         self,
@@ -78,75 +69,63 @@ class Scheduler:
         least = max_requests + blocks.page_tokens
         if step_tokens < least:
             raise InputError(
-                f"step_tokens={step_tokens} must be at least max_requests + page_tokens = {least}, "
+                f"step_tokens={step_tokens} must be at least max_requests + page = {least}, "
                 f"or prompts could wait for ever"
             )
         self.blocks = blocks
         self._decode = decode
         self._step_tokens = step_tokens
         self._max_requests = max_requests
-        self._waiting: deque[EngineRequest] = deque()
-        self._active: dict[str, Active] = {}
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests without pages."""
-        return len(self._waiting)
-
-    @property
-    def num_active(self) -> int:
-        """Requests with pages."""
-        return len(self._active)
+        self.waiting: deque[EngineRequest] = deque()
+        self.active: dict[str, Active] = {}
 
     def add(self, request: EngineRequest) -> None:
         """Append a request to the queue; its tokens must fit the cache."""
-        if request.id in self._active or any(r.id == request.id for r in self._waiting):
+        if request.id in self.active or any(r.id == request.id for r in self.waiting):
             raise InputError(f"request {request.id!r} is known already; give it another id")
-        self._waiting.append(request)
+        self.waiting.append(request)
 
     def get(self, request_id: str) -> Active:
         """Return an admitted request."""
-        if request_id not in self._active:
+        if request_id not in self.active:
             raise Misuse(f"request {request_id!r} has no pages; it ended or still waits")
-        return self._active[request_id]
+        return self.active[request_id]
 
     def admit(self) -> list[Admitted]:
         """Give pages to waiting requests, in order, while there are enough."""
         admitted = []
-        while self._waiting and len(self._active) < self._max_requests:
-            request = self._waiting[0]
+        while self.waiting and len(self.active) < self._max_requests:
+            request = self.waiting[0]
+            is_decode = request.role is EngineRole.DECODE
             # The last token must be computed for its logits; with role DECODE, prefill does that.
-            reuse = len(request.prompt) - (request.role is not EngineRole.DECODE)
-            allocation = self.blocks.allocate(request.prompt, request.reserved_tokens, reuse)
-            if allocation is None:
+            reuse = len(request.prompt) - (not is_decode)
+            pages = self.blocks.allocate(request.prompt, request.reserved_tokens, reuse)
+            if pages is None:
                 break
-            self._waiting.popleft()
+            self.waiting.popleft()
             text = TextStream(self._decode, request.stop)
-            self._active[request.id] = Active(request, allocation, text)
-            pages, row, prefix = allocation.pages, allocation.row, allocation.prefix
-            admitted.append(Admitted(request.id, pages, row, prefix))
+            phase = RequestPhase.ARRIVING if is_decode else RequestPhase.PREFILL
+            tokens = list(request.prompt)
+            self.active[request.id] = Active(request, pages, text, tokens, pages.prefix, phase)
+            admitted.append(Admitted(request.id, pages.pages, pages.prefix))
         return admitted
 
     def plan(self) -> list[RequestWork]:
         """Return the next step's work; empty if nothing can run."""
-        active = self._active.values()
+        active = self.active.values()
         works = [self._work(one, 1) for one in active if one.phase is RequestPhase.DECODE]
         budget = self._step_tokens - len(works)
         for one in active:
             if one.phase is not RequestPhase.PREFILL:
                 continue
-            size = self._chunk(one, budget)
-            if not size:
+            size = len(one.tokens) - one.computed
+            if size > budget:
+                size = budget - (one.computed + budget) % self.blocks.page_tokens
+            if size <= 0:
                 break
             works.append(self._work(one, size))
             budget -= size
         return works
-
-    def _chunk(self, active: Active, budget: int) -> int:
-        left = len(active.tokens) - active.computed
-        if left <= budget:
-            return left
-        return max(0, budget - (active.computed + budget) % self.blocks.page_tokens)
 
     def _work(self, active: Active, size: int) -> RequestWork:
         end = active.computed + size
@@ -155,7 +134,6 @@ class Scheduler:
             tokens=active.tokens[active.computed : end],
             first=active.computed,
             pages=active.allocation.pages[: self.blocks.pages_for(end)],
-            row=active.allocation.row,
             sampling=active.request.sampling if end == len(active.tokens) else None,
         )
 
@@ -165,42 +143,33 @@ class Scheduler:
         active.computed = work.end
         self.blocks.publish(active.allocation, active.tokens[: work.end])
 
-    def sampled(self, request_id: str, token: int) -> None:
+    def sampled(self, request_id: str, token: int) -> Active:
         """Record a request's next token."""
         active = self.get(request_id)
         active.tokens.append(token)
         if active.phase is RequestPhase.PREFILL:
             is_half = active.request.role is EngineRole.PREFILL
             active.phase = RequestPhase.HELD if is_half else RequestPhase.DECODE
+        return active
 
-    def arrived(self, request_id: str, first_token: int) -> None:
-        """Begin to decode: the prompt's cache is in the pages on every rank."""
-        active = self._demand_arriving(request_id)
+    def arrived(self, request_id: str) -> None:
+        """Note that the prompt's cache is in the pages on every rank."""
+        active = self.get(request_id)
+        if active.phase is not RequestPhase.ARRIVING:
+            raise Misuse(f"request {request_id!r} is {active.phase.name}, not ARRIVING")
         active.computed = len(active.request.prompt)
-        active.tokens.append(first_token)
         active.phase = RequestPhase.DECODE
         self.blocks.publish(active.allocation, active.request.prompt)
 
-    def recompute(self, request_id: str) -> None:
-        """Compute the prompt of a decode request here; its transfer must have ended."""
-        waiting = [request.id for request in self._waiting]
-        if request_id in waiting:
-            at = waiting.index(request_id)
-            self._waiting[at] = replace(self._waiting[at], role=EngineRole.WHOLE)
-            return
-        active = self._demand_arriving(request_id)
-        self.finish(active)
-        self._waiting.appendleft(replace(active.request, role=EngineRole.WHOLE))
-
     def finish(self, active: Active) -> None:
         """Drop a request that has its answer, and free its pages."""
-        del self._active[active.request.id]
+        del self.active[active.request.id]
         self.blocks.release(active.allocation)
 
     def cancel(self, request_id: str) -> bool:
         """Stop a request if it is known; return whether ``release`` has yet to be called."""
-        self._waiting = deque(r for r in self._waiting if r.id != request_id)
-        active = self._active.get(request_id)
+        self.waiting = deque(r for r in self.waiting if r.id != request_id)
+        active = self.active.get(request_id)
         if active is None:
             return False
         if not active.pinned:
@@ -215,9 +184,3 @@ class Scheduler:
         if not active.pinned:
             raise Misuse(f"request {request_id!r} is still being computed; cancel it")
         self.finish(active)
-
-    def _demand_arriving(self, request_id: str) -> Active:
-        active = self.get(request_id)
-        if active.phase is not RequestPhase.ARRIVING:
-            raise Misuse(f"request {request_id!r} is {active.phase.name}, not ARRIVING")
-        return active

@@ -19,7 +19,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from kvferry import InputError
-from kvferry.reference.cluster.needs import INSTALL_MODEL, MODEL_PACKAGE, OTHERWISE
+from kvferry.reference.models.find import INSTALL_MODEL, MODEL_PACKAGE, OTHERWISE
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 

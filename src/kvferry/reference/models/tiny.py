@@ -16,7 +16,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 from torch import Tensor
 
-from kvferry.reference.models.config import ATTENTION, HYBRID, LINEAR, ModelConfig
+from kvferry.reference.models.config import ModelConfig
 
 END = "<end>"
 TEMPLATE = (
@@ -30,7 +30,6 @@ class TinyKind(StrEnum):
 
     LLAMA = auto()
     QWEN3 = auto()
-    HYBRID = auto()
 
 
 def make_tiny(
@@ -40,9 +39,8 @@ def make_tiny(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_bytes(msgspec.json.encode(tiny_config(kind) | changes))
     random = torch.Generator().manual_seed(seed)
-    weights = {
-        name: _random(shape, random) for name, shape in _shapes(ModelConfig.load(folder)).items()
-    }
+    shapes = _shapes(ModelConfig.load(folder))
+    weights = {name: _random(shape, random) for name, shape in shapes.items()}
     save_file(weights, folder / "model.safetensors")
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     settings = {"chat_template": TEMPLATE, "eos_token": END}
@@ -55,8 +53,8 @@ def tiny_config(kind: TinyKind) -> dict[str, object]:
 
     Three KV heads fit TP 1, 3 and 6 (replicated), two fit TP 1, 2, 4 and 6.
     """
-    config: dict[str, object] = {
-        "model_type": HYBRID if kind is TinyKind.HYBRID else kind.value,
+    return {
+        "model_type": kind.value,
         "vocab_size": 257,
         "hidden_size": 96,
         "intermediate_size": 160,
@@ -70,16 +68,6 @@ def tiny_config(kind: TinyKind) -> dict[str, object]:
         "tie_word_embeddings": kind is not TinyKind.LLAMA,
         "eos_token_id": 256,
     }
-    if kind is TinyKind.HYBRID:
-        config |= {
-            "layer_types": [LINEAR, ATTENTION] * 3,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 24,
-            "linear_conv_kernel_dim": 4,
-        }
-    return config
 
 
 def byte_tokenizer() -> FastTokenizer:
@@ -103,44 +91,27 @@ def _random(shape: tuple[int, ...], random: torch.Generator) -> Tensor:
 
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    hidden, dim = config.hidden, config.head_dim
+    query, kv = config.heads * dim, config.kv_heads * dim
+    layer: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj": (query, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, query),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (config.intermediate, hidden),
+        "mlp.up_proj": (config.intermediate, hidden),
+        "mlp.down_proj": (hidden, config.intermediate),
+    }
+    if config.head_norms:
+        layer |= {"self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,)}
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config.vocab, config.hidden),
-        "model.norm.weight": (config.hidden,),
+        "model.embed_tokens.weight": (config.vocab, hidden),
+        "model.norm.weight": (hidden,),
     }
     if not config.tied:
-        shapes["lm_head.weight"] = (config.vocab, config.hidden)
-    for layer, kind in enumerate(config.layer_types):
-        mixer = _linear_shapes(config) if kind == LINEAR else _attention_shapes(config)
-        parts: dict[str, tuple[int, ...]] = {
-            **mixer,
-            "input_layernorm": (config.hidden,),
-            "post_attention_layernorm": (config.hidden,),
-            "mlp.gate_proj": (config.intermediate, config.hidden),
-            "mlp.up_proj": (config.intermediate, config.hidden),
-            "mlp.down_proj": (config.hidden, config.intermediate),
-        }
-        for name, shape in parts.items():
-            suffix = "" if name.endswith("_bias") else ".weight"
-            shapes[f"model.layers.{layer}.{name}{suffix}"] = shape
+        shapes["lm_head.weight"] = (config.vocab, hidden)
+    for number in range(config.num_layers):
+        shapes |= {f"model.layers.{number}.{name}.weight": size for name, size in layer.items()}
     return shapes
-
-
-def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    hidden, dim = config.hidden, config.head_dim
-    widths = {"q": config.heads * dim, "k": config.kv_heads * dim, "v": config.kv_heads * dim}
-    norms = {f"self_attn.{name}_norm": (dim,) for name in "qk"} if config.head_norms else {}
-    projections = {f"self_attn.{name}_proj": (width, hidden) for name, width in widths.items()}
-    return {**projections, "self_attn.o_proj": (hidden, widths["q"]), **norms}
-
-
-def _linear_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    heads = config.linear_heads
-    key, value = heads * config.key_dim, heads * config.value_dim
-    widths = {"q": key, "k": key, "v": value, "z": value, "g": heads}
-    return {
-        **{f"linear_attn.{name}_proj": (width, config.hidden) for name, width in widths.items()},
-        "linear_attn.g_bias": (heads,),
-        **{f"linear_attn.conv_{name}": (widths[name], config.kernel) for name in "qkv"},
-        "linear_attn.norm": (config.value_dim,),
-        "linear_attn.o_proj": (config.hidden, value),
-    }

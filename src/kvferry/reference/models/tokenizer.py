@@ -12,7 +12,7 @@ from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
-from kvferry import InputError
+from kvferry import InputError, decode_config
 
 
 class TokenizerSettings(msgspec.Struct):
@@ -34,20 +34,15 @@ class Tokenizer:
     def load(folder: Path) -> Tokenizer:
         """Read ``tokenizer.json`` and the files beside it."""
         path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise InputError(f"{folder} has no tokenizer.json; give the folder of a whole model")
         try:
             # The library has no error class of its own.
             fast = FastTokenizer.from_file(str(path))
         except Exception as error:
-            raise InputError(f"{path} can't be read ({error}); download it again") from None
+            message = f"{path} can't be read ({error}); give the folder of a whole model"
+            raise InputError(message) from None
         path = folder / "tokenizer_config.json"
-        if not path.is_file():
-            return Tokenizer(fast, TokenizerSettings())
-        try:
-            return Tokenizer(fast, msgspec.json.decode(path.read_bytes(), type=TokenizerSettings))
-        except msgspec.DecodeError as error:
-            raise InputError(f"{path} can't be read ({error}); download it again") from None
+        settings = decode_config(path, TokenizerSettings) if path.is_file() else TokenizerSettings()
+        return Tokenizer(fast, settings)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return token ids; ``special`` adds what the model expects around a plain text."""

@@ -16,16 +16,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvferry import Layout
-from kvferry.reference.engine.cache import RankCache, zeroed
-from kvferry.reference.engine.requests import Sample, SampleFailed, StepPlan, StepResult
+from kvferry.reference.engine.cache import TORCH_DTYPES, RankCache
+from kvferry.reference.engine.requests import Sample, StepPlan, StepResult
 from kvferry.reference.engine.sampling import sample
-from kvferry.reference.models.batch import make_batch
 from kvferry.reference.models.config import ModelConfig
-from kvferry.reference.models.decoder import Build, Decoder, Scratch
-from kvferry.reference.models.shard import shard_of
-from kvferry.reference.models.weights import Weights
-from kvferry.reference.ranks.collectives import RankLinks, connect
+from kvferry.reference.models.decoder import Build, Decoder, make_batch
+from kvferry.reference.models.shard import Weights, shard_of
+from kvferry.reference.options import EngineOptions
+from kvferry.reference.ranks.collectives import Comm, Sockets
 
 
 class Extension:
@@ -35,12 +33,15 @@ class Extension:
     ``after`` around every step with ``computed`` for each layer between them, and ``close``.
     """
 
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
     def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
         """Return zeroed host memory for the cache (not called on a GPU)."""
-        return zeroed(num_bytes)
+        return np.zeros(num_bytes, dtype=np.uint8)
 
     def start(self, cache: RankCache) -> None:
-        """Take the cache, once all ranks are connected."""
+        """Take the cache, once the rank has its model."""
 
     def before(self, plan: StepPlan) -> None:
         """Prepare a step; ``plan.commands`` are those that the driver's caller posted."""
@@ -48,12 +49,10 @@ class Extension:
     def computed(self, plan: StepPlan, layer: int) -> None:
         """Handle a layer whose entries are in this rank's pages (on a GPU: are queued)."""
 
-    def after(
-        self, plan: StepPlan, samples: Sequence[Sample], failures: Sequence[SampleFailed]
-    ) -> list[bytes]:
+    def after(self, plan: StepPlan, samples: Sequence[Sample]) -> list[bytes]:
         """Finish a step and return notes for the caller.
 
-        Only the lead rank has samples and failures. On a GPU the work is queued, not done.
+        Only rank 0 has samples. On a GPU the work is queued, not done.
         """
         return []
 
@@ -65,51 +64,34 @@ class Extension:
 MakeExtension = Callable[[int], Extension]
 
 
-def no_extension(rank: int) -> Extension:
-    """Return an extension that does nothing."""
-    return Extension()
-
-
 class RankSetup(NamedTuple):
     """Everything that a rank is made from; sent to its process."""
 
     folder: Path
-    config: ModelConfig
-    layout: Layout
+    options: EngineOptions
     num_pages: int
-    num_rows: int
-    device: str
-    dtype: torch.dtype
-    threads: int
-    timeout_s: float
-    lost_s: float
     extend: MakeExtension
 
 
 class RankWorker:
     """One rank, ready to run plans."""
 
-    def __init__(self, setup: RankSetup, rank: int, links: RankLinks) -> None:
-        torch.set_num_threads(setup.threads)
+    def __init__(self, setup: RankSetup, rank: int, sockets: Sockets) -> None:
+        options = setup.options
+        config = ModelConfig.load(setup.folder)
+        layout = options.layout(config)
+        torch.set_num_threads(options.threads)
         self.rank = rank
-        self.device = _device(setup.device, rank)
-        shard = shard_of(setup.config, setup.layout, rank)
+        self.device = _device(options.device, rank)
         self.extension = setup.extend(rank)
-        self.cache = RankCache(
-            setup.layout,
-            rank,
-            num_pages=setup.num_pages,
-            num_rows=setup.num_rows,
-            device=self.device,
-            allocate=self.extension.allocate,
-        )
-        self._comm = connect(shard, self.device, links, setup.lost_s)
+        self._comm = Comm(sockets)
         try:
-            with Weights(setup.folder, setup.dtype, self.device) as weights:
-                scratch = Scratch(setup.dtype, self.device)
-                self._model = Decoder(
-                    Build(setup.config, shard, weights, self.cache, self._comm, scratch)
-                )
+            self.cache = RankCache(
+                layout, rank, setup.num_pages, self.device, self.extension.allocate
+            )
+            weights = Weights(setup.folder, TORCH_DTYPES[options.dtype], self.device)
+            shard = shard_of(config, layout, rank)
+            self._model = Decoder(Build(config, shard, weights, self.cache, self._comm))
             self.extension.start(self.cache)
         except BaseException:
             self.close()
@@ -118,16 +100,13 @@ class RankWorker:
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""
         self.extension.before(plan)
-        samples, failures = self._run(plan) if plan.works else ([], [])
-        notes = self.extension.after(plan, samples, failures)
-        return StepResult(samples, failures, notes)
-
-    def _run(self, plan: StepPlan) -> tuple[list[Sample], list[SampleFailed]]:
-        batch = make_batch(plan.works, self.cache.layout.page_tokens, self.device)
-        logits = self._model.forward(batch, partial(self.extension.computed, plan))
-        if logits is None:
-            return [], []
-        return sample(logits, [work for work in plan.works if work.sampling is not None])
+        samples: list[Sample] = []
+        if plan.works:
+            batch = make_batch(plan.works, self.cache.layout.page_tokens, self.device)
+            logits = self._model.forward(batch, partial(self.extension.computed, plan))
+            if logits is not None:
+                samples = sample(logits, [work for work in plan.works if work.sampling])
+        return StepResult(samples, self.extension.after(plan, samples))
 
     def close(self) -> None:
         """Close the extension and leave the other ranks."""
@@ -138,6 +117,7 @@ class RankWorker:
 def _device(name: str, rank: int) -> torch.device:
     if name == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", rank)
+    # Ranks share GPUs if there are fewer GPUs than ranks.
+    device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device

@@ -28,11 +28,12 @@ from kvferry.protocol.events import (
     MemoryReached,
     Post,
     Received,
+    Report,
     Scatter,
     Write,
 )
 from kvferry.protocol.messages import Arrived, Envelope
-from kvferry.protocol.outcome import Done, Outcome
+from kvferry.protocol.outcome import Done
 from kvferry.testing.explore.model import METADATA, PEERS, SOURCE, ExploredModel
 from kvferry.testing.explore.snapshot import copy_of, key_of
 from kvferry.testing.sim.checks import table_sizes
@@ -138,7 +139,7 @@ class RunnerState(Item):
         return frame.envelope.session not in self.machine.links
 
     def has_promised(self, write: ModelWrite) -> bool:
-        """Return whether a target has promised the write's slot under its serial."""
+        """Return whether the target has granted a credit for this write that is still unused."""
         accounts = self.machine.credits.accounts.values()
         credit = write.serial, write.slot
         return any(credit in account.outstanding.items() for account in accounts)
@@ -198,7 +199,8 @@ class RecordingPorts:
         what = action.op, at, atoms, action.slot, action.serial
         self._record("scatter", self._catalogue.item(ModelScatter, *what))
 
-    def report(self, room: Room, outcome: Outcome) -> None:
+    def report(self, action: Report) -> None:
+        outcome = action.outcome
         me, is_done = self._runner.machine.me, isinstance(outcome, Done)
         if me != PEERS[SOURCE] and isinstance(outcome, Done) and outcome.metadata != METADATA:
             raise BrokenModel(f"{me} is Done without the metadata")
@@ -210,8 +212,8 @@ class RecordingPorts:
     def start_probing(self, record: SessionRecord) -> None:
         self._record("start_probing", PEERS.index(record.peer))
 
-    def stop_probing(self, peer: Peer, incarnation: int) -> None:
-        self._record("stop_probing", PEERS.index(peer))
+    def stop_probing(self, record: SessionRecord) -> None:
+        self._record("stop_probing", PEERS.index(record.peer))
 
     def connect(self, action: Connect) -> None:
         if not self._runner.machine.exposed:
@@ -223,7 +225,7 @@ class RecordingPorts:
     def forget(self, session: Session) -> None:
         """Do nothing: the model keeps nothing of a session."""
 
-    def hint_death(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
+    def hint_death(self, record: SessionRecord) -> None:
         """Do nothing: the model reports deaths at any time, without a probe."""
 
 

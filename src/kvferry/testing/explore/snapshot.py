@@ -28,7 +28,7 @@ _SHARED = (
     *(SourcePorts, TargetPorts),
 )
 _IRRELEVANT = frozenset(
-    {"counts", "_plans", "actions", "ports", "_now", "_tick_at", "_shortest_timer_s"}
+    {"counts", "by_layout", "actions", "ports", "_now", "_tick_at", "_shortest_timer_s"}
 )
 
 

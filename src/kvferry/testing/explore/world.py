@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from kvferry.protocol.events import Event, Scattered, SendFailed, Sent, WriteFate
+from kvferry.protocol.events import Event, Scattered, WriteEnded, WriteFate
 from kvferry.testing.explore.catalogue import (
     Atom,
     BrokenModel,
@@ -330,7 +330,7 @@ class Draft:
     def sent(self, write: ModelWrite) -> None:
         """Tell the source that a write has landed."""
         del self.writes[write]
-        self.handle(SOURCE, Sent(write.op))
+        self.handle(SOURCE, WriteEnded(write.op))
 
     def send_failed(self, write: ModelWrite, fate: WriteFate) -> None:
         """Tell the source that a write did not succeed."""
@@ -339,7 +339,7 @@ class Draft:
             self.writes[write] = ModelPhase.DOUBTED_LANDED if landed else ModelPhase.DOUBTED
         else:
             del self.writes[write]
-        self.handle(SOURCE, SendFailed(write.op, fate))
+        self.handle(SOURCE, WriteEnded(write.op, fate))
 
     # ------------------------------------------------------------ scatters
 

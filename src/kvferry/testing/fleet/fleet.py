@@ -26,9 +26,12 @@ RELEASE_S = 10.0
 
 
 class PageAllocator:
-    """The free pages and state rows of an instance, the same at each rank, in random order."""
+    """The free pages and state rows of an instance, the same at each rank.
 
-    def __init__(self, num_pages: int, num_rows: int, page_tokens: int, rng: Random) -> None:
+    A room gets random pages, or the lowest free ones in order if there is no ``rng``.
+    """
+
+    def __init__(self, num_pages: int, num_rows: int, page_tokens: int, rng: Random | None) -> None:
         self._page_tokens = page_tokens
         self._pages = list(range(num_pages))
         self._rows = list(range(num_rows))
@@ -41,8 +44,11 @@ class PageAllocator:
         if room in self._allocated or not self.has(num_tokens):
             have = f"{len(self._pages)} pages and {len(self._rows)} rows"
             raise ValueError(f"room {room!r} needs {num_pages} pages, and {have} are free")
-        self._rng.shuffle(self._pages)
-        self._rng.shuffle(self._rows)
+        for free in (self._pages, self._rows):
+            if self._rng is None:
+                free.sort(reverse=True)
+            else:
+                self._rng.shuffle(free)
         pages = tuple(self._pages.pop() for _ in range(num_pages))
         self._allocated[room] = RoomPages(pages, self._rows.pop())
         return self._allocated[room]
@@ -83,7 +89,9 @@ class Cut(NamedTuple):
 class Fleet:
     """A prefill instance and decode instances, each rank a process.
 
-    ``spares`` are further prefill instances, which methods select by the name ``prefill``.
+    ``spares`` are further prefill instances, which methods select by the name ``prefill``. Rooms
+    get random pages if ``fragmented``, else the lowest free ones: one room at a time then has
+    consecutive pages.
     """
 
     def __init__(
@@ -95,8 +103,9 @@ class Fleet:
         seed: int = 0,
         key_file: str | None = None,
         device: str = "cpu",
+        fragmented: bool = True,
     ) -> None:
-        rng = Random(seed)
+        rng = Random(seed) if fragmented else None
         self._key = ClusterKey.read(key_file) if key_file else None
         self.discovery = DiscoveryServer("127.0.0.1", 0, self._key).start()
         self.url = self.discovery.url

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from kvferry.endpoint.source import SourceEndpoint
 from kvferry.ids import Room
 from kvferry.protocol.states import InboundState
+from kvferry.telemetry.steps import RoomTrace
 
 T = TypeVar("T")
 LOOK_S = 10.0
@@ -83,9 +84,13 @@ class RankInspector:
 
     def instances(self) -> set[str]:
         """Return the prefill instances of which a target keeps anything."""
-        side = self._loop.side
+        channel, directory = self._loop.side.channel, self._loop.side.directory
         return self._look(
-            lambda _: {peer.instance for peer in side.channel.peers} | side.directory.names
+            lambda _: {
+                *(peer.instance for peer in channel.peers),
+                *directory._views,
+                *directory._watches,
+            }
         )
 
     def tables(self) -> dict[str, int]:
@@ -100,15 +105,15 @@ class RankInspector:
             "rooms": sum(room.known_to_engine for room in machine.rooms.values()),
             "writes": len(machine.inflight.writes),
             "early gathers": len(self._loop.side.writes.early),
-            "in flight": self._loop.runner.sessions.num_in_flight,
-            "slots": machine.config.local_slots - len(machine.local_slots),
+            "in flight": len(self._loop.runner.sessions.by_op),
+            "slots": machine.config.local_slots - len(machine.inflight.slots),
         }
 
     def _target_tables(self, machine: Any) -> dict[str, int]:
         return {
             "handles": len(self._loop.rooms),
             "rooms": len(machine.rooms),
-            "scatters": len(machine.scatters),
+            "scatters": len(machine.scatters.under_way),
             "unresolved": len(self._loop.side.directory._waiting),
             "slots": machine.staging.num_slots - len(machine.credits.free),
             "accounts": len(machine.credits.accounts),
@@ -119,6 +124,11 @@ class RankInspector:
         telemetry = self._endpoint._telemetry
         kept = (telemetry.meter, telemetry.traces) if keep else (telemetry.meter,)
         self._look(lambda _: telemetry.observer.use(*kept))
+
+    def trace(self, room: Room) -> RoomTrace | None:
+        """Return the trace of a recent room; None if it is not kept."""
+        trace: RoomTrace | None = self._endpoint.trace(room)
+        return trace
 
     # ------------------------------------------------------------ the process
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from kvferry.layout.layout import Layout, Shard
 from kvferry.layout.spec import Group, StateRow, Tensor
+from kvferry.layout.tokens import Tokens
 from kvferry.memory.pools import Memory
 from kvferry.plan.places import Placement, contiguous_pools
 from kvferry.plan.plan import Request
@@ -61,6 +62,17 @@ class Content(NamedTuple):
     request: Request
 
 
+class PlacedTokens(NamedTuple):
+    """Where an engine keeps a request on one rank: the slots of its tokens, and its state row.
+
+    A slot is a page times the tokens of a page, plus the place in it.
+    """
+
+    tokens: tuple[int, ...]
+    slots: tuple[int, ...]
+    row: int
+
+
 class TestPools:
     """A rank's memory as ``[pages, tokens, units, bytes]``, whatever its strides."""
 
@@ -85,7 +97,7 @@ class TestPools:
         self, placement: Placement, group: Group, tensor: Tensor, shard: Shard, layer: int
     ) -> Bytes:
         (base,) = placement.bases_of((layer,))
-        tokens = 1 if isinstance(group.kind, StateRow) else self.layout.page_tokens
+        tokens = self.layout.page_entries(group)
         strides = (placement.page_stride, placement.token_stride, placement.unit_stride, 1)
         shape = (placement.num_pages, tokens, len(shard.units), tensor.unit_bytes)
         return as_strided(self._arrays[base.region][base.offset :], shape, strides)
@@ -109,6 +121,33 @@ class TestPools:
                 layer.view[page, within] = self._tokens(seed, layer, mine)
 
         list(self._in_each_layer(compute))
+
+    def fill_placed(self, seed: int, where: PlacedTokens) -> None:
+        """Fill the slots that an engine gives to tokens with a room's pattern."""
+        for layer in self._layers:
+            page, within, content = self._placed(seed, layer, where)
+            layer.view[page, within] = content
+
+    def placed_problem(self, seed: int, where: PlacedTokens) -> str | None:
+        """Return what is wrong if the pools should have these slots and nothing else."""
+        for layer in self._layers:
+            expected = np.full(layer.view.shape, BACKGROUND, dtype=np.uint8)
+            page, within, content = self._placed(seed, layer, where)
+            expected[page, within] = content
+            if (layer.view != expected).any():
+                return layer.describe(layer.view != expected)
+        return None
+
+    def _placed(
+        self, seed: int, layer: _PoolLayer, where: PlacedTokens
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], Bytes]:
+        if isinstance(layer.group.kind, StateRow):
+            row = np.array([where.row], dtype=np.int64)
+            return row, np.zeros(1, dtype=np.int64), self._state(seed, layer)
+        page, within = np.divmod(
+            np.array(where.slots, np.int64), self.layout.page_entries(layer.group)
+        )
+        return page, within, self._tokens(seed, layer, np.array(where.tokens, np.int64))
 
     def problem(self, rooms: Iterable[Content]) -> str | None:
         """Return what is wrong if the pools should have these rooms and nothing else."""
@@ -161,7 +200,7 @@ class TestPools:
     def _owed(
         self, layer: _PoolLayer, room: Content
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the pages, and places in them, where the room's bytes must have arrived."""
+        """Return the pages, and the places in each, where bytes of the room must have arrived."""
         owed = self._owed_tokens(layer, room)
         if isinstance(layer.group.kind, StateRow):
             rows = np.full(len(owed), room.where.row, dtype=np.int64)
@@ -179,16 +218,15 @@ class TestPools:
         return self._tokens(room.seed, layer, owed)
 
     def _mine(self, layer: _PoolLayer, tokens: range) -> NDArray[np.int64]:
-        held = layer.shard.tokens
-        positions = np.arange(tokens.start, tokens.stop, dtype=np.int64)
-        mine: NDArray[np.int64] = positions[(positions - held.first) % held.step == 0]
-        return mine
+        held = held_positions(layer.shard.tokens, tokens.stop)
+        return held[np.searchsorted(held, tokens.start) :]
 
     def _at(
         self, layer: _PoolLayer, tokens: NDArray[np.int64], where: RoomPages
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        local = (tokens - layer.shard.tokens.first) // layer.shard.tokens.step
-        place, within = np.divmod(local, self.layout.page_tokens)
+        last = int(tokens[-1]) + 1 if len(tokens) else 0
+        local = np.searchsorted(held_positions(layer.shard.tokens, last), tokens)
+        place, within = np.divmod(local, self.layout.page_entries(layer.group))
         return np.asarray(where.pages, dtype=np.int64)[place], within
 
     def _tokens(self, seed: int, layer: _PoolLayer, tokens: NDArray[np.int64]) -> Bytes:
@@ -198,6 +236,16 @@ class TestPools:
 
     def _state(self, seed: int, layer: _PoolLayer) -> Bytes:
         return self._tokens(seed, layer, np.zeros(1, dtype=np.int64))
+
+
+def held_positions(tokens: Tokens, end: int) -> NDArray[np.int64]:
+    """Return the positions of a set below ``end``. The index of each is its local token."""
+    positions = np.arange(tokens.first, end if tokens.end is None else min(end, tokens.end))
+    residues = positions % tokens.pattern.period
+    held = np.zeros(tokens.pattern.period, dtype=np.bool_)
+    for run in tokens.pattern.runs:
+        held[run.first : run.end] = True
+    return np.asarray(positions[held[residues]], dtype=np.int64)
 
 
 # ---------------------------------------------------------------- the pattern

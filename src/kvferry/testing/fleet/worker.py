@@ -28,6 +28,7 @@ from kvferry.endpoint.source import SourceEndpoint
 from kvferry.endpoint.target import TargetEndpoint
 from kvferry.ids import Room
 from kvferry.layout.layout import Layout
+from kvferry.layout.spec import StateRow
 from kvferry.memory.pools import Memory
 from kvferry.plan.plan import Request
 from kvferry.protocol.outcome import Outcome
@@ -37,9 +38,11 @@ from kvferry.testing.fleet.inspector import RankInspector
 from kvferry.testing.fleet.pools import (
     Content,
     Mirror,
+    PlacedTokens,
     RoomPages,
     TestPools,
     allocate_on,
+    held_positions,
     plain_copy_s,
 )
 from kvferry.testing.fleet.turns import Turns
@@ -180,6 +183,12 @@ class FleetRankWorker:
         self.pools.fill(seed, where, range(num_tokens), states=True)
         self._mirror.upload()
 
+    def fill_placed(self, room: Room, seed: int, where: RoomPages, placed: PlacedTokens) -> None:
+        """Fill the slots that an engine gives to tokens with a room's pattern."""
+        self._rooms.place(room, where)
+        self.pools.fill_placed(seed, placed)
+        self._mirror.upload()
+
     def push(self, room: Room, tokens: tuple[int, int]) -> None:
         """Push a chunk."""
         self._handles[room].push(tokens, self._pages(self._where[room], range(*tokens)))
@@ -193,10 +202,12 @@ class FleetRankWorker:
         spec = self.spec.layout
         found: dict[str, list[int]] = {}
         for shard in spec.rank_shards(self.spec.rank):
-            local = np.arange(tokens.start, tokens.stop, dtype=np.int64)
-            held = shard.tokens
-            local = (local[(local - held.first) % held.step == 0] - held.first) // held.step
-            places = np.unique(local // spec.page_tokens)
+            group = spec.spec.group(shard.group)
+            if isinstance(group.kind, StateRow):
+                continue
+            held = held_positions(shard.tokens, tokens.stop)
+            local = np.arange(np.searchsorted(held, tokens.start), len(held))
+            places = np.unique(local // spec.page_entries(group))
             found[shard.group] = [where.pages[place] for place in places]
         return found
 
@@ -332,6 +343,11 @@ class FleetRankWorker:
             deadline_s=deadline_s,
         )
         self._rooms.add(room, handle)
+
+    def placed_problem(self, seed: int, placed: PlacedTokens) -> str | None:
+        """Return what is wrong if the pools should have these slots and nothing else."""
+        self._mirror.download()
+        return self.pools.placed_problem(seed, placed)
 
     def problem(self, room: Room, seed: int, request: Request) -> str | None:
         """Return what is wrong if the pools should have this room and nothing else."""

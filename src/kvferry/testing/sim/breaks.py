@@ -281,7 +281,7 @@ class RefillSlot(UncheckedSlots):
 def _free_slot(gather: EarlyGather, write: ActiveWrite) -> None:
     slot, write.local_slot = write.local_slot, None
     if slot is not None:
-        gather.slots.free(slot)
+        gather.inflight.slots.free(slot)
 
 
 @broken_rule(
@@ -334,8 +334,9 @@ class Overcommit(CreditBook):
 
     def grant(self) -> list[AccountKey]:
         wanted = any(a.granted < a.wanted for a in self.accounts.values())
-        if not self.free and wanted and self.num_promised:
-            account = next(a for a in self.accounts.values() if a.outstanding)
+        promised = [a for a in self.accounts.values() if a.outstanding]
+        if not self.free and wanted and promised:
+            account = promised[0]
             self.free.append(next(iter(account.outstanding.values())))
         return super().grant()
 
@@ -386,6 +387,14 @@ class StaleIncarnation(TargetLinks):
             return super().find(envelope)
         self.heard(link)
         return None if isinstance(envelope.body, NoSession) else link
+
+
+@broken_rule(target_part("links"), slow_prefill=0.3)
+class CloseBusyLinks(TargetLinks):
+    """A link without frames is closed although rooms wait on it."""
+
+    def is_idle(self, link: Link) -> bool:
+        return link.state is LinkState.UP and self._outbox.now >= link.used_at + 0.1
 
 
 class ForgetWarnings(SourceAdmission):

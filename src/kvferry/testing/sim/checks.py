@@ -96,7 +96,7 @@ class NodeChecks:
         # less than ``MIN_STALL``.
         limit_s = times.silence_s - times.heartbeat_s * (1 + MIN_STALL)
         for peer, (ran_s, heard_at) in self._last_heard.items():
-            if str(peer) not in words or node.machine.current.get(peer) is not None:
+            if str(peer) not in words or node.machine.peers.current.get(peer) is not None:
                 continue  # The failure is about another peer, or another session.
             silent_s = node.process.ran_s - ran_s
             if silent_s < limit_s <= self._world.now - heard_at:
@@ -113,13 +113,13 @@ def table_sizes(machine: SourceMachine | TargetMachine) -> dict[str, int]:
     if isinstance(machine, SourceMachine):
         return sizes | {
             "writes": len(machine.inflight.writes),
-            "undecided": len(machine.writes.modes),
-            "local slots in use": machine.config.local_slots - len(machine.local_slots),
+            "undecided": len(machine.writes.undecided),
+            "local slots in use": machine.config.local_slots - len(machine.inflight.slots),
         }
     return sizes | {
-        "scatters": len(machine.scatters),
+        "scatters": len(machine.scatters.under_way),
         "accounts": len(machine.credits.accounts),
-        "declines": len(machine.declines),
+        "declines": len(machine.declines.waiting),
         "slots in use": machine.staging.num_slots - len(machine.credits.free),
     }
 

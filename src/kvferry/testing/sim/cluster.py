@@ -52,6 +52,7 @@ MIXED_UP = 1000
 CONFIG = ProtocolConfig(
     heartbeat_s=0.8,
     silence_s=1.8,
+    idle_s=1.0,
     handshake_s=1.5,
     resend_s=0.15,
     status_poll_s=0.4,
@@ -128,6 +129,7 @@ class ClusterShape:
     policy: EnginePolicy = field(default_factory=EnginePolicy)
     early_gather_slots: int = 0
     local_slots: int | None = None
+    idle_s: float = CONFIG.idle_s
     num_pages: int = 24
     num_rows: int = 6
 
@@ -136,7 +138,8 @@ class ClusterShape:
         """Draw a small geometry, with tight pools if the faults ask for them."""
         spec = rng.choice([DENSE, DENSE, HYBRID, LATENT])
         tps = [1, 2, 4]
-        sides = [Parallel(tp=tp) for tp in tps] + [Parallel(cp=2), Parallel(tp=2, pp=2)]
+        shared = Parallel(cp=2, interleave=rng.choice([1, 3]))
+        sides = [*(Parallel(tp=tp) for tp in tps), shared, Parallel(tp=2, pp=2)]
         prefill = rng.choice(sides)
         decodes = tuple(rng.choice(sides[:4]) for _ in range(rng.choice([1, 1, 2])))
         tight = bool(faults.tight_pools)
@@ -159,7 +162,10 @@ class ClusterShape:
         """Times and limits, with enough local slots for early gathers."""
         local_slots = self.local_slots or max(CONFIG.local_slots, 2 * self.early_gather_slots)
         return msgspec.structs.replace(
-            CONFIG, early_gather_slots=self.early_gather_slots, local_slots=local_slots
+            CONFIG,
+            early_gather_slots=self.early_gather_slots,
+            local_slots=local_slots,
+            idle_s=self.idle_s,
         )
 
 
@@ -229,7 +235,8 @@ class SimCluster:
         node = TargetNode(self.world, self.wire, peer, memory, prefill)
         identity = Identity(peer, 1000 + self._lives, layout, model, b"", TRANSPORTS)
         ports = TargetPorts(node, node, node.peers, node)
-        node.runner = self.machines.new_target(identity, CONFIG, memory.pools, staging, ports)
+        config = self.shape.config
+        node.runner = self.machines.new_target(identity, config, memory.pools, staging, ports)
         node.is_stranger = stranger
         node.on_failure = lambda room: self.cancel_room(peer.instance, room)
         return node
@@ -256,7 +263,8 @@ class SimCluster:
     def restart_doubted(self) -> None:
         """Kill each process that may still write quarantined memory, as an operator would."""
         for node in self.nodes:
-            for record in node.runner.sessions.doubtful():
+            sessions = node.runner.sessions.records.values()
+            for record in [one for one in sessions if one.doubtful]:
                 other = self.world.nodes[record.peer]
                 if other.process.alive and other.incarnation == record.incarnation:
                     self.kill(other, 0.05)

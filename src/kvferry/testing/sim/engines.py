@@ -135,9 +135,8 @@ class SourceNode(Node):
     def new_flight(self, action: Write) -> Flight:
         """Return a write with the pages that it reads and writes."""
         transfer = action.transfer
-        tables = {table.group: table.as_page_table() for table in transfer.tables}
-        pools = self.pools[transfer.session]
-        return Flight(self, action, self._side(transfer.room), PagedView(pools, tables))
+        target = PagedView(self.pools[transfer.session], transfer.page_tables)
+        return Flight(self, action, self._side(transfer.room), target)
 
     def _side(self, room: Room) -> PagedView:
         return self.memory.side(self.allocations[room])

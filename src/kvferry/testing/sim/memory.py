@@ -12,9 +12,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.layout.intervals import Span, Tokens
+from kvferry.layout.intervals import Span
 from kvferry.layout.layout import Layout, Order, Shard
 from kvferry.layout.spec import Group, StateRow
+from kvferry.layout.tokens import Tokens
 from kvferry.plan.bind import Descriptors, PagedView
 from kvferry.plan.places import PageTable, contiguous_pools
 from kvferry.plan.plan import Request
@@ -89,7 +90,7 @@ class SimMemory:
     def _view(self, regions: list[Bytes], name: str, index: int, layer: int) -> Bytes:
         tensor = self._groups[name].tensors[index]
         (base,) = self.pools.of(name, tensor.name).bases_of((layer,))
-        page = 1 if self._is_state(name) else self._layout.page_tokens
+        page = self._layout.page_entries(self._groups[name])
         units, width = len(self._shards[name].units), tensor.unit_bytes
         if self._layout.order is Order.NHD:
             return regions[base.region].reshape(-1, page, units, width)
@@ -117,7 +118,7 @@ class SimMemory:
         if self._is_state(name):
             return 1
         local = self._shards[name].tokens.clip(Span(0, request.num_tokens)).num_tokens
-        return -(-local // self._layout.page_tokens)
+        return -(-local // self._layout.page_entries(self._groups[name]))
 
     # ------------------------------------------------------------ contents
 
@@ -126,12 +127,13 @@ class SimMemory:
     ) -> tuple[Index, Index, Index]:
         """Return the page of each token, its place in the page, and its position."""
         assert tokens.end is not None
-        positions = np.arange(tokens.first, tokens.end, tokens.step)
+        positions = np.array([t for t in range(tokens.first, tokens.end) if t in tokens], np.int64)
         if self._is_state(name):
             zero = np.zeros(len(positions), np.int64)
             return np.full(len(positions), allocation.pages[name][0]), zero, positions
         held = self._shards[name].tokens
-        index, within = np.divmod((positions - held.first) // held.step, self._layout.page_tokens)
+        local = np.cumsum([t in held for t in range(tokens.end)]) - 1
+        index, within = np.divmod(local[positions], self._layout.page_entries(self._groups[name]))
         return np.array(allocation.pages[name], np.int64)[index], within, positions
 
     def compute(

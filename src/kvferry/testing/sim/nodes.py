@@ -15,7 +15,7 @@ from kvferry.endpoint.runner.runner import MachineRunner, frame_event
 from kvferry.endpoint.runner.sessions import SessionRecord
 from kvferry.ids import Peer, Room, Session
 from kvferry.protocol.codec import BadFrame
-from kvferry.protocol.events import Cancel, Event, Release, Report, Send, SendFailed, WriteFate
+from kvferry.protocol.events import Cancel, Event, Release, Report, Send, WriteEnded, WriteFate
 from kvferry.protocol.messages import Envelope
 from kvferry.protocol.outcome import Failure, FailureCode, Outcome
 from kvferry.testing.sim.checks import NodeChecks, table_sizes
@@ -100,17 +100,17 @@ class SimPeers:
             self.probes.add(record.life)
             self._world.at(RETRY_S, lambda: self._node.wire.probe(self._node, record.life))
 
-    def stop_probing(self, peer: Peer, incarnation: int) -> None:
+    def stop_probing(self, record: SessionRecord) -> None:
         """Stop probing an incarnation."""
-        self.probes.discard((peer, incarnation))
+        self.probes.discard(record.life)
 
-    def hint_death(self, peer: Peer, incarnation: int, metadata: bytes) -> None:
+    def hint_death(self, record: SessionRecord) -> None:
         """Probe an incarnation for a short while, after a hint that it may be dead."""
         event = self._node.checks.current_event
-        if isinstance(event, SendFailed) and event.fate is WriteFate.BUSY:
+        if isinstance(event, WriteEnded) and event.fate is WriteFate.BUSY:
             self._world.violate("never hangs", f"{self._node.peer} takes back-pressure for death")
         node, until = self._node, self._world.now + HINT_S
-        self._world.at(0.01, lambda: node.wire.probe(node, (peer, incarnation), until=until))
+        self._world.at(0.01, lambda: node.wire.probe(node, record.life, until=until))
 
 
 class Node(ABC):
@@ -209,9 +209,10 @@ class Node(ABC):
         if any(flight.session == session and flight.source is self for flight in self.wire.flights):
             self.world.counts["forgotten-in-doubt"] += 1
 
-    def report(self, room: Room, outcome: Outcome) -> None:
+    def report(self, action: Report) -> None:
         """Record how a room ended, and check it."""
-        self.world.record(self.peer, ">", Report(room, outcome))
+        room, outcome = action.room, action.outcome
+        self.world.record(self.peer, ">", action)
         if room in self.outcomes:
             self.world.violate("never hangs", f"{self.peer} reported twice", room)
         self.outcomes[room] = outcome
@@ -252,8 +253,8 @@ class Node(ABC):
     def table_sizes(self) -> dict[str, int]:
         """Return the sizes of tables that must be empty when nothing is in progress."""
         return table_sizes(self.machine) | {
-            "writes in flight": self.runner.sessions.num_in_flight,
-            "dead sessions": len(self.runner.sessions) - len(self.machine.links),
+            "writes in flight": len(self.runner.sessions.by_op),
+            "dead sessions": len(self.runner.sessions.records) - len(self.machine.links),
             "probes": len(self.peers.probes),
         }
 

@@ -10,7 +10,7 @@ from typing import Any
 from kvferry.endpoint.runner.runner import MachineRunner, SourcePorts, SourceRunner, TargetRunner
 from kvferry.endpoint.runner.sessions import SessionRecord, Sessions
 from kvferry.ids import Op, Peer
-from kvferry.protocol.events import Action, Event, OwnStall, SendFailed, Sent, Write, WriteFate
+from kvferry.protocol.events import Action, Event, OwnStall, Write, WriteEnded, WriteFate
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.target import TargetMachine
 from kvferry.testing.sim.breaks import broken_rule, machine
@@ -32,7 +32,7 @@ class ConfirmEveryIncarnationDead(Sessions):
     """The death of one incarnation of a peer counts for all of them."""
 
     def confirm_dead(self, peer: Peer, incarnation: int) -> list[SessionRecord]:
-        lives = {one.incarnation for one in self.records() if one.peer == peer}
+        lives = {one.incarnation for one in self.records.values() if one.peer == peer}
         confirm_dead = super().confirm_dead
         return [one for life in lives | {incarnation} for one in confirm_dead(peer, life)]
 
@@ -129,7 +129,7 @@ class ProbeOnBackpressure(SourceRunner):
 
     def take(self, event: Event, now: float) -> None:
         super().take(event, now)
-        if isinstance(event, SendFailed) and event.fate is WriteFate.BUSY:
+        if isinstance(event, WriteEnded) and event.fate is WriteFate.BUSY:
             self.probe_links()
 
 
@@ -141,7 +141,7 @@ class LoseWriteResult(SourceMachine):
     """Every tenth write's result never reaches the machine."""
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        if isinstance(event, Sent) and event.op % 10 == 0:
+        if isinstance(event, WriteEnded) and event.fate is None and event.op % 10 == 0:
             return []
         return super().handle(event, now)
 

@@ -20,6 +20,7 @@ from kvferry.protocol.messages import (
     Complete,
     Grant,
     Hello,
+    NoSession,
     Offer,
     Staging,
     Want,
@@ -133,6 +134,13 @@ def tables_do_not_grow(cluster: SimCluster) -> None:
             cluster.world.violate("never leaks", f"{node.peer} has {links} links")
 
 
+def links_are_closed(cluster: SimCluster) -> None:
+    """Demand that no machine has a link after a second without rooms."""
+    for node in cluster.nodes:
+        if node.machine.links:
+            cluster.world.violate("never leaks", f"{node.peer} keeps idle links")
+
+
 def quarantine_was_used(cluster: SimCluster) -> None:
     """Demand that pages of the first job waited for a stopped writer."""
     times: dict[Peer, list[float]] = {}
@@ -208,7 +216,7 @@ SCENARIOS: dict[str, Scenario] = {
         STAGED,
     ),
     "C8": Scenario(
-        "decode is told of a write that fails",
+        "decode learns that a write has failed",
         jobs(1, cached=False),
         failed_with("decode0", 0, FailureCode.TRANSPORT),
         ClusterShape(prefill=Parallel(tp=1), policy=EnginePolicy("none")),
@@ -369,6 +377,21 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "P7": Scenario("a pickle is just foreign bytes", all_of(jobs(3), hostile_frames), all_done),
     "P8": Scenario(
-        "back-pressure is not death", jobs(4), nobody_was_lost, STAGED, Faults(busy=0.6)
+        "back-pressure is not death",
+        jobs(4),
+        nobody_was_lost,
+        replace(STAGED, idle_s=60.0),
+        Faults(busy=0.6),
+    ),
+    "P9": Scenario(
+        "links close when idle, whatever is lost, and open again",
+        all_of(
+            jobs(2, cached=False),
+            at(2.2, links_are_closed),
+            at(2.2, lose_first(NoSession)),
+            at(2.2, jobs(2, cached=False)),
+        ),
+        all_of(all_done, links_are_closed),
+        TWO_DECODES,
     ),
 }

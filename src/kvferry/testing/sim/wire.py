@@ -21,11 +21,9 @@ from kvferry.protocol.events import (
     Connect,
     Gather,
     MemoryReached,
-    MemoryUnreached,
     Post,
-    SendFailed,
-    Sent,
     Write,
+    WriteEnded,
     WriteFate,
 )
 from kvferry.protocol.messages import TransportOffer, TransportOffers
@@ -151,7 +149,7 @@ class SimGathers:
             return
         if self._world.inject("write_failed"):
             self._forget(gather)
-            gather.source.deliver(SendFailed(gather.action.op, WriteFate.FAILED))
+            gather.source.deliver(WriteEnded(gather.action.op, WriteFate.FAILED))
         else:
             self._settle(gather)
 
@@ -162,7 +160,7 @@ class SimGathers:
         if gather.discarded:
             self._forget(gather)
             delay = self._world.rng.random() * 0.004
-            busy = SendFailed(gather.action.op, WriteFate.BUSY)
+            busy = WriteEnded(gather.action.op, WriteFate.BUSY)
             self._world.at(delay, lambda: gather.source.deliver(busy))
         elif gather.post is not None:
             self._forget(gather)
@@ -213,9 +211,9 @@ class Wire:
     def reach(self, node: Node, action: Connect) -> None:
         """Connect to a target's memory, which takes time and may fail."""
         world, session = self.world, action.session
-        event: MemoryReached | MemoryUnreached = MemoryReached(session, action.transports[0].name)
+        event = MemoryReached(session, action.transports[0].name)
         if world.inject("unreached"):
-            event = MemoryUnreached(session, ("simulated failure to connect",))
+            event = MemoryReached(session, "", ("simulated failure to connect",))
         else:
             self._reached.add(session)
         world.at(world.rng.random() * 0.004, lambda: node.deliver(event))
@@ -244,7 +242,7 @@ class Wire:
             text = f"{source.peer} was asked to write where it reaches nothing"
             world.violate("refuses early", text, action.transfer.room)
         if world.inject("busy"):
-            self._answer(source, SendFailed(action.op, WriteFate.BUSY))
+            self._answer(source, WriteEnded(action.op, WriteFate.BUSY))
             return None
         flight = source.new_flight(action)
         for kind, fate in (
@@ -262,12 +260,12 @@ class Wire:
         if self.world.inject("slow_write"):
             delay += rng.random() * SLOW_WRITE_S
         if flight.fate is WriteFate.UNKNOWN:
-            unknown = SendFailed(flight.action.op, WriteFate.UNKNOWN)
+            unknown = WriteEnded(flight.action.op, WriteFate.UNKNOWN)
             self.world.at(delay, lambda: self._answer(flight.source, unknown))
             delay += rng.random() * 2.0
         self.world.at(delay, lambda: self._land(flight))
 
-    def _answer(self, source: SourceNode, event: Sent | SendFailed) -> None:
+    def _answer(self, source: SourceNode, event: WriteEnded) -> None:
         self.world.at(self.world.rng.random() * 0.004, lambda: source.deliver(event))
 
     # ------------------------------------------------------------ landing
@@ -294,9 +292,9 @@ class Wire:
             return
         self._end(flight)
         if flight.fate is WriteFate.FAILED:
-            self._answer(flight.source, SendFailed(flight.action.op, WriteFate.FAILED))
+            self._answer(flight.source, WriteEnded(flight.action.op, WriteFate.FAILED))
         elif flight.fate is None:
-            self._answer(flight.source, Sent(flight.action.op))
+            self._answer(flight.source, WriteEnded(flight.action.op))
 
     def _end(self, flight: Flight) -> None:
         flight.over = True
@@ -373,4 +371,4 @@ class Wire:
                 self._end(flight)
                 if flight.fate is not WriteFate.UNKNOWN:
                     fate = WriteFate.FAILED if self.world.rng.random() < 0.7 else WriteFate.UNKNOWN
-                    self._answer(flight.source, SendFailed(flight.action.op, fate))
+                    self._answer(flight.source, WriteEnded(flight.action.op, fate))

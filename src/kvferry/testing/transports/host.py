@@ -5,7 +5,7 @@ one end of a connection and gets a thread with its own ``Host``, so that one pro
 several transports. A request is a method's name with its arguments, a reply its result or error.
 
 Between requests the transport is polled as an endpoint polls it: all the time if it needs that,
-otherwise after it has called ``on_news``. A host that rests serves requests and does not poll.
+otherwise after it has called ``on_completion``. A resting host serves requests and does not poll.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class OpenTransport:
         self._is_resting = resting
 
     def poll(self) -> None:
-        """Poll the transport if an endpoint would."""
+        """Check writes and poll the transport as an endpoint's thread does."""
         if self._is_resting:
             return
         for op in list(self._pending):
@@ -263,7 +263,7 @@ class Host:
         return closed.wait(0, 0)
 
     def poll(self) -> None:
-        """Poll the transport if an endpoint would."""
+        """Check writes and poll the transport as an endpoint's thread does."""
         if self._open is not None:
             self._open.poll()
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import TransportError
+from kvferry.ids import Op
 from kvferry.layout import CacheSpec, DType, Group, Layout, Order, Paged, Parallel, Tensor
 from kvferry.plan import PagedView, PageTable, RankPair, Request, bind, contiguous_pools, reshard
 from kvferry.plan.bind import Binding
@@ -245,7 +246,7 @@ class ImmediateWriteCases(Cases):
         for op, binding in enumerate(bindings):
             write = HostWrite(remote, op, binding)
             ended = source.write_now([write]) or source.wait(num_ended=1)
-            assert ended == [(op, None, "")]
+            assert ended == [WriteEnded(Op(op))]
             expect(source, target, write)
             target.check()
 

@@ -1,6 +1,6 @@
 """Duplicates file descriptors of another process, without its cooperation.
 
-The other process need not listen or even run: a stopped process delays nobody. Needs Linux 5.6.
+The other process does not take part, so a stopped process delays nobody. Needs Linux 5.6.
 The kernel demands the rights of a debugger: the same user, and a permissive ``ptrace_scope``.
 """
 

@@ -1,14 +1,15 @@
 """Converts bindings into NIXL's descriptors, rows of (address, length, device), in batches.
 
-A NIXL descriptor list cannot mix host and GPU memory, and posting a batch blocks the calling
-thread for the duration of the copy if NIXL copies with the CPU. So a binding is cut where the type
-of memory changes, and so that no batch blocks the thread for more than a few milliseconds.
+A NIXL descriptor list cannot mix host and GPU memory, so a binding is cut where the type of memory
+changes. Submitting a batch blocks the calling thread: for the copy if NIXL copies with the CPU, and
+for some microseconds a descriptor if a GPU or a NIC does. So a binding is also cut such that no
+batch blocks the thread for more than a few milliseconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +25,11 @@ Table = NDArray[np.uint64]
 # One descriptor: address, length, device number.
 Row = tuple[int, int, int]
 
-# About 5 ms of copying.
+# About 5 ms of copying, from host to host memory.
 _BATCH_BYTES = 32 << 20
+# About 4 ms of submitting, from or to a GPU, whatever the size of the descriptors.
+_GPU_BATCH = 512
+_BOTH_ON_HOST = 3
 # Up to this many pieces, a Python loop is faster than numpy.
 _FEW_PIECES = 32
 
@@ -39,6 +43,15 @@ class DescriptorBatch(NamedTuple):
     target_type: str
     single: SingleDescriptor | None = None
 
+    def make_handle(self, agent: Any, peer: str) -> Any:
+        """Return a transfer handle, which submits nothing."""
+        return agent.initialize_xfer(
+            "WRITE",
+            agent.get_xfer_descs(self.source, self.source_type),
+            agent.get_xfer_descs(self.target, self.target_type),
+            peer,
+        )
+
 
 class NixlMemory:
     """The regions of one side, with columns that are indexed by region number."""
@@ -51,6 +64,11 @@ class NixlMemory:
         self._addresses = np.array([region.address for region in regions], dtype=np.uint64)
         self._devices = np.array([region.device.number for region in regions], dtype=np.uint64)
         self.on_host = np.array([region.device.is_host for region in regions], dtype=bool)
+
+    @property
+    def is_host(self) -> bool:
+        """Whether no region is on a GPU."""
+        return bool(self.on_host.all())
 
     def table(self, region: Int64s, offset: Int64s, length: Int64s) -> Table:
         """Return the descriptors of many pieces."""
@@ -127,8 +145,7 @@ def make_batches(binding: Binding, source: NixlMemory, target: NixlMemory) -> li
         types, pieces = types[order], _select(pieces, order)
     ours = source.table(pieces.source_region, pieces.source_offset, pieces.length)
     theirs = target.table(pieces.target_region, pieces.target_offset, pieces.length)
-    cost = np.cumsum(pieces.length + NIXL_DESCRIPTOR_BYTES)
-    cuts = np.flatnonzero(np.diff(cost // _BATCH_BYTES) | np.diff(types)) + 1
+    costs = batch_costs(pieces.length, np.ones_like(types), types == _BOTH_ON_HOST)
     return [
         DescriptorBatch(
             ours[first:end],
@@ -136,8 +153,37 @@ def make_batches(binding: Binding, source: NixlMemory, target: NixlMemory) -> li
             _type_name(bool(types[first] & 2)),
             _type_name(bool(types[first] & 1)),
         )
-        for first, end in zip([0, *cuts], [*cuts, len(types)], strict=True)
+        for first, end in batch_ranges(costs, types)
     ]
+
+
+def batch_costs(
+    lengths: Int64s | int, descriptors: NDArray[Any], on_host: NDArray[np.bool_] | bool
+) -> Int64s:
+    """Return what each piece takes of a batch, in bytes that the CPU copies meanwhile.
+
+    ``descriptors`` is 1 for a piece that begins a descriptor, and 0 for one that NIXL merges with
+    the piece before it. ``on_host``: both sides are in host memory.
+    """
+    copied = lengths + descriptors * NIXL_DESCRIPTOR_BYTES
+    costs: Int64s = np.where(on_host, copied, descriptors * (_BATCH_BYTES // _GPU_BATCH))
+    return costs
+
+
+def fits_one_batch(num_descriptors: int, num_bytes: int, *, on_host: bool) -> bool:
+    """Return whether pieces need not be cut into several batches."""
+    if on_host:
+        return num_bytes + num_descriptors * NIXL_DESCRIPTOR_BYTES <= _BATCH_BYTES
+    return num_descriptors <= _GPU_BATCH
+
+
+def batch_ranges(costs: Int64s, types: Int64s | None = None) -> list[tuple[int, int]]:
+    """Return where batches begin and end: where the type changes, and where they are full."""
+    changes = np.diff(np.cumsum(costs) // _BATCH_BYTES)
+    if types is not None:
+        changes |= np.diff(types)
+    cuts = (np.flatnonzero(changes) + 1).tolist()
+    return list(zip([0, *cuts], [*cuts, len(costs)], strict=True))
 
 
 def _select(pieces: Descriptors, which: NDArray[np.bool_] | NDArray[np.intp]) -> Descriptors:

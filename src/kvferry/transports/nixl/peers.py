@@ -14,6 +14,7 @@ from kvferry.regions import Device, Region
 from kvferry.transports.base import RemoteMemory
 from kvferry.transports.metadata import MAX_REGIONS, Size
 from kvferry.transports.nixl.batches import NixlMemory
+from kvferry.transports.nixl.lists import CellLists
 from kvferry.transports.single_descriptor import SingleDescriptor
 
 # Completed transfer handles that are kept per peer.
@@ -91,8 +92,14 @@ class NixlPeer:
         self.num_connections = 0
         self.num_writes = 0
         self.handles = DescriptorHandles()
+        self.lists = CellLists(self.memory, self.name)
         # NIXL cannot repair a connection: it must be closed and opened again.
         self.is_broken = False
+
+    def release(self) -> None:
+        """Release what NIXL keeps for this agent, before the agent is removed."""
+        self.handles.clear()
+        self.lists.clear()
 
     @property
     def is_needed(self) -> bool:

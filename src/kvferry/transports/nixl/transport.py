@@ -1,8 +1,9 @@
 """The NIXL transport: RDMA, GPUs, and one kernel copy between processes of one host.
 
 ``poll`` drives all progress, over some networks also that of peers' writes into local memory.
-NIXL's own progress thread stays off because it occupies a core. Descriptors are passed as merged
-arrays; preparing descriptor lists first costs twice as much and merges nothing more.
+NIXL's own progress thread stays off because it occupies a core. Whole pages are named by their
+numbers in descriptor lists that are prepared once (``lists``); other pieces are listed for each
+write (``batches``).
 
 Writes have no notifications. A write with one would complete only after the target has polled
 twice, even if the kernel copied its bytes before ``transfer`` returned (ADR 15).
@@ -50,6 +51,7 @@ from kvferry.transports.nixl.batches import (
     single_batch,
     small_batch,
 )
+from kvferry.transports.nixl.lists import CellBatch, CellLists, cell_batches
 from kvferry.transports.nixl.peers import NixlConnection, NixlMetadata, NixlPeer, encode_metadata
 from kvferry.transports.nixl.writes import NixlWrite
 from kvferry.transports.single_descriptor import single_descriptor
@@ -101,6 +103,7 @@ class NixlTransport(Transport):
         self._agent: Any = _make_agent(self._name, setup)
         self._lock = threading.Lock()
         self._memory = NixlMemory(())
+        self._lists = CellLists(self._memory, "")
         self._registered: list[Any] = []
         self._writable: tuple[Region, ...] = ()
         self._peers: dict[str, NixlPeer] = {}
@@ -128,6 +131,7 @@ class NixlTransport(Transport):
                     self._registered.append(self._agent.register_memory(rows, name))
         self.regions = tuple(regions)
         self._memory = NixlMemory(regions)
+        self._lists = CellLists(self._memory, "")
         self._writable = self.regions if writable else ()
 
     @_locked
@@ -223,7 +227,9 @@ class NixlTransport(Transport):
         self._step(write)
         return write
 
-    def _batches(self, peer: NixlPeer, pieces: Binding) -> list[DescriptorBatch] | str:
+    def _batches(
+        self, peer: NixlPeer, pieces: Binding
+    ) -> Sequence[DescriptorBatch | CellBatch] | str:
         """Return the batches of a write, or why it cannot be made."""
         if peer.is_broken:
             return f"the connection to {peer.name} is broken"
@@ -232,7 +238,12 @@ class NixlTransport(Transport):
         if single and single.length and single.fits(ours.sizes, theirs.sizes):
             return [single_batch(single, ours, theirs)]
         outside = bounds.find_violation(pieces, ours.bounds, theirs.bounds)
-        return outside or small_batch(pieces, ours, theirs) or make_batches(pieces, ours, theirs)
+        return (
+            outside
+            or cell_batches(pieces, self._lists, peer.lists, self._agent)
+            or small_batch(pieces, ours, theirs)
+            or make_batches(pieces, ours, theirs)
+        )
 
     @_locked
     def poll(self) -> list[WriteEnded]:
@@ -244,30 +255,23 @@ class NixlTransport(Transport):
             self._agent.get_new_notifs()
         deadline = time.monotonic() + _POLL_S
         moving = list(self._writes)
-        while moving:
+        while moving and time.monotonic() < deadline:
             moving = [write for write in moving if self._step(write)]
-            if time.monotonic() >= deadline:
-                break
+        self.poll_again = bool(moving)
         ended, self._ended = self._ended, []
         return ended
 
     def _step(self, write: NixlWrite) -> bool:
-        """Advance a write; return whether it has another batch to submit right away."""
+        """Advance a write; return whether it can submit another batch right away."""
         try:
-            write.prepare(self._agent)
-        except Exception as error:  # No batch is in flight, so the write has ended.
-            self._end(write, WriteFate.FAILED, _text(error))
-            return False
-        try:
-            if not write.progress(self._agent):
-                return False
+            write.progress(self._agent)
         except Exception as error:
             write.remote.peer.is_broken = True
             self._end(write, WriteFate.UNKNOWN, _text(error))
             return False
-        if not write.has_more:
-            self._end(write, None)
-        return write.has_more
+        if write.is_over:
+            self._end(write, WriteFate.FAILED if write.problem else None, write.problem)
+        return write.can_submit
 
     def _end(self, write: NixlWrite, fate: WriteFate | None, detail: str = "") -> None:
         if not write.remote.is_disconnected:
@@ -305,7 +309,7 @@ class NixlTransport(Transport):
     def _remove_if_unused(self, peer: NixlPeer) -> None:
         if not peer.is_needed:
             del self._peers[peer.name]
-            peer.handles.clear()
+            peer.release()
             self._remove_agent(peer.name)
 
     @_locked
@@ -316,8 +320,9 @@ class NixlTransport(Transport):
         for write in self._writes:
             write.release()
         for name, peer in self._peers.items():
-            peer.handles.clear()
+            peer.release()
             self._remove_agent(name)
+        self._lists.clear()
         for registered in self._registered:
             with suppress(Exception):
                 self._agent.deregister_memory(registered)

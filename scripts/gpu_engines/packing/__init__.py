@@ -1,0 +1,1 @@
+"""Pack an engine for a machine without network access: wheels, reduced to what a server reads."""

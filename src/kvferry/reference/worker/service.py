@@ -1,0 +1,404 @@
+"""The engine behind the API: takes jobs, steps the engine, and reports what becomes of them.
+
+Everything here runs on the API's event loop but the engine itself, which has a thread of its
+own; jobs act on the engine only between two steps. A room follows what all ranks agree on: one
+failure aborts it on the others, and pages are given back once every rank has released them.
+
+    prefill:  begin: open ─▶ offered: queue ─▶ chunks are pushed ─▶ first token: answered
+                                                                 └▶ released: free
+    decode:   admitted: receive ─▶ done on all ranks: decode goes on
+                            └▶ failed: abort ─▶ released: free
+
+While a room is open the ranks are polled even if there is nothing to compute: often at first,
+then less and less often, so that waiting costs little on a small host.
+
+If a rank is lost or a step raises, every job is told, the engine is closed, and ``died`` has the
+reason. Jobs of the failing step get another code than the rest: they may be the cause, so a
+router must not send them to the next worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from kvferry import (
+    MAX_NAME,
+    Done,
+    KvferryError,
+    RankAgreement,
+    Room,
+    Status,
+    TransferMode,
+    digest_of,
+)
+from kvferry.reference.engine.engine import Engine
+from kvferry.reference.engine.requests import Admitted, EngineRequest, Noted, Produced, SampleFailed
+from kvferry.reference.ranks.processes import RankBroke, RankLost
+from kvferry.reference.transfer.extensions import (
+    AbortCommand,
+    EndedNote,
+    FirstTokenNote,
+    OfferedNote,
+    OpenCommand,
+    ReleasedNote,
+    RoomExtension,
+    decode_note,
+    encode,
+)
+from kvferry.router.worker_pool import WorkerRole
+from kvferry.telemetry.logs.context import current
+
+log = logging.getLogger(__name__)
+
+# Between two steps while nothing happens.
+MIN_PAUSE_S, MAX_PAUSE_S = 0.001, 0.02
+# A room whose time is over is still opened, and fails by its deadline like any other.
+LEAST_S = 0.001
+STOP_S = 30.0
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """The field ``kvferry`` of a request's body: the room in which its cache travels.
+
+    ``prefill`` names the source instance; only decode reads it.
+    """
+
+    room: Room
+    deadline_s: Annotated[float, Meta(gt=0, le=3600)] | None = None
+    prefill: Annotated[str, Meta(min_length=1, max_length=MAX_NAME)] | None = None
+
+
+class Trouble(Enum):
+    """Why a job has no answer: the status and the code of its response.
+
+    ENDED: the worker ends, unrelated to this job. LOST: a rank was lost in a step that ran
+    this job. BROKE_WORKER: a step that ran this job raised an exception. SAMPLING: no token
+    could be chosen for this job; the worker goes on.
+    """
+
+    INVALID = (400, None)
+    TRANSFER = (503, "kv_transfer_failed")
+    ENDED = (503, "worker_ended")
+    LOST = (503, "worker_lost")
+    BROKE_WORKER = (500, "request_broke_worker")
+    SAMPLING = (500, "sampling_failed")
+
+
+class JobFailed(NamedTuple):
+    """There is no answer, or no more of it."""
+
+    trouble: Trouble
+    message: str
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ServeJob:
+    """One request: what it asks for, and what has become of it.
+
+    ``ticket`` is None if the whole request is computed here. ``agreement`` is set while ranks have
+    a room of it. ``queued``: the engine has the request, which on prefill waits for decode's pages.
+    ``answered``: nobody waits for more. ``prefix`` counts the prompt's tokens that were cached.
+    ``report`` is how its cache came here. ``trace`` is the caller's request id and trace.
+    """
+
+    request: EngineRequest
+    transfer_deadline: float
+    ticket: Ticket | None = None
+    is_chat: bool = False
+    streams: bool = False
+    wants_usage: bool = False
+    wants_token_ids: bool = False
+    report: dict[str, object] = field(default_factory=dict)
+    admitted_at: float | None = None
+    prefix: int = 0
+    agreement: RankAgreement | None = None
+    queued: bool = False
+    answered: bool = False
+    trace: tuple[str, str] = field(default_factory=current)
+    events: asyncio.Queue[Produced | JobFailed] = field(default_factory=asyncio.Queue)
+
+    def send(self, event: Produced | JobFailed) -> None:
+        """Pass an event to the caller, unless nobody waits for it."""
+        if not self.answered:
+            self.answered = isinstance(event, JobFailed) or event.finish is not None
+            self.events.put_nowait(event)
+
+    def fail(self, trouble: Trouble, message: str) -> None:
+        """Report that no answer comes."""
+        self.send(JobFailed(trouble, message))
+
+
+class EngineService:
+    """An engine and its jobs, until every rank has released their pages.
+
+    ``make`` is called in the engine's thread. Belongs to one event loop.
+    """
+
+    def __init__(self, make: Callable[[], Engine], role: WorkerRole) -> None:
+        self.jobs: dict[str, ServeJob] = {}
+        # Done when no more steps are made: with None, or with what stopped them.
+        self.died: Future[BaseException | None] = Future()
+        self._make = make
+        self._is_prefill = role is WorkerRole.PREFILL
+        self._thread = ThreadPoolExecutor(1, "kvferry-engine")
+        self._task: asyncio.Task[None] | None = None
+        self._is_stopping = False
+        # To do between two steps.
+        self._calls: list[Callable[[], None]] = []
+        self._wake = asyncio.Event()
+        self._carried = Counter(dict.fromkeys(map(str, TransferMode), 0))
+        self._pause_s = MIN_PAUSE_S
+
+    # ------------------------------------------------------------ for the API
+
+    async def start(self) -> Engine:
+        """Make the engine and begin to take jobs."""
+        self._here = asyncio.get_running_loop()
+        self._engine = engine = await self._here.run_in_executor(self._thread, self._make)
+        extension = engine.ranks.worker.extension
+        self._extension = extension if isinstance(extension, RoomExtension) else None
+        if self._extension is not None:
+            self._extension.on_news = self._look_soon
+        layout, (group,) = engine.layout, engine.layout.spec.groups
+        units = sum(len(layout.rank_shards(rank)[0].units) for rank in range(layout.num_ranks))
+        # What all ranks together keep of one token.
+        self._token_bytes = units * len(group.layers) * group.unit_bytes
+        self._task = asyncio.create_task(self._run())
+        return engine
+
+    def submit(self, job: ServeJob) -> None:
+        """Begin a job."""
+        if self.died.done():
+            job.fail(Trouble.ENDED, "this worker has ended; ask another one")
+        else:
+            self._soon(partial(self._begin, job))
+
+    def cancel(self, job: ServeJob) -> None:
+        """Stop a job whose caller has left, unless it was answered."""
+        self._soon(partial(self._fail, job, Trouble.ENDED, "the caller has left"))
+
+    def state(self) -> dict[str, object]:
+        """Return the engine's load, as documented for ``/healthz``."""
+        scheduler = self._engine.scheduler
+        blocks = scheduler.blocks
+        return {
+            "running": len(scheduler.active),
+            "waiting": len(scheduler.waiting) + sum(not one.queued for one in self.jobs.values()),
+            "rooms": self._num_rooms,
+            "free_tokens": blocks.num_available * blocks.page_tokens,
+            "used_pages": blocks.num_used,
+            "carried_bytes": self._carried,
+            "links": self._extension.endpoint.stats.links if self._extension else {},
+        }
+
+    async def stop(self) -> None:
+        """End every job, the engine and its ranks. Idempotent."""
+        self._is_stopping = True
+        self._wake.set()
+        if self._task is not None:
+            await asyncio.wait({self._task}, timeout=STOP_S)
+
+    def _soon(self, call: Callable[[], None]) -> None:
+        self._calls.append(call)
+        self._wake.set()
+
+    def _look_soon(self) -> None:
+        """Poll the ranks soon: a room has news. For any thread."""
+        self._pause_s = MIN_PAUSE_S
+        self._here.call_soon_threadsafe(self._wake.set)
+
+    # ------------------------------------------------------------ steps
+
+    async def _run(self) -> None:
+        reason: BaseException | None = None
+        try:
+            while not self._is_stopping:
+                await self._step()
+        except RankLost as error:
+            log.error("engine-lost reason=%r", str(error))
+            reason = error
+        except Exception as error:
+            log.exception("engine-broken")
+            reason = error
+        self._run_calls()
+        self.died.set_result(reason)
+        for job in self.jobs.values():
+            self._tell_end(job, reason)
+        try:
+            await self._here.run_in_executor(self._thread, self._engine.close)
+        except Exception:
+            log.exception("engine-close-failed")
+
+    async def _step(self) -> None:
+        """Step the engine, and report what becomes of the jobs."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._pause_s if self.jobs else None):
+                await self._wake.wait()
+        self._wake.clear()
+        self._run_calls()
+        step = partial(self._engine.step, poll=self._num_rooms > 0)
+        outputs = await self._here.run_in_executor(self._thread, step)
+        # A room may end in the step that samples its first token.
+        jobs = dict(self.jobs)
+        for output in outputs:
+            if isinstance(output, Noted):
+                self._take_note(output)
+            else:
+                self._take(jobs[output.request], output)
+        self._pause_s = 0.0 if outputs else min(2 * self._pause_s or MIN_PAUSE_S, MAX_PAUSE_S)
+
+    def _run_calls(self) -> None:
+        calls, self._calls = self._calls, []
+        for call in calls:
+            call()
+
+    @property
+    def _num_rooms(self) -> int:
+        return sum(job.agreement is not None for job in self.jobs.values())
+
+    def _tell_end(self, job: ServeJob, reason: BaseException | None) -> None:
+        why = f"this worker is ending ({reason})" if reason else "this worker is ending"
+        trouble = Trouble.ENDED
+        if job.request.id in self._engine.in_step:
+            is_lost = isinstance(reason, RankLost) and not isinstance(reason, RankBroke)
+            trouble = Trouble.LOST if is_lost else Trouble.BROKE_WORKER
+        job.fail(trouble, f"{why}; see its log, or ask another one")
+
+    # ------------------------------------------------------------ jobs
+
+    def _begin(self, job: ServeJob) -> None:
+        """Give a job to the engine, or on prefill open its room and wait for decode's offer."""
+        try:
+            self._engine.check(job.request)
+            if job.ticket is not None and self._is_prefill:
+                self._open(job, job.ticket, [])
+            else:
+                self._queue(job)
+        except KvferryError as error:
+            job.fail(Trouble.INVALID, str(error))
+            return
+        self.jobs[job.request.id] = job
+        self._pause_s = 0.0
+
+    def _queue(self, job: ServeJob) -> None:
+        self._engine.add(job.request)
+        job.queued = True
+
+    def _stop(self, job: ServeJob) -> None:
+        """Stop the computation, and free the pages once no transfer touches them."""
+        job.answered = True
+        self._pause_s = 0.0
+        is_pinned = self._engine.scheduler.cancel(job.request.id)
+        if job.agreement is not None:
+            self._engine.post(encode(AbortCommand(job.request.id)))
+            return
+        if is_pinned:
+            self._engine.scheduler.release(job.request.id)
+        self.jobs.pop(job.request.id, None)
+
+    def _fail(self, job: ServeJob, trouble: Trouble, message: str) -> None:
+        if not job.answered:
+            job.fail(trouble, message)
+            self._stop(job)
+
+    def _take(self, job: ServeJob, output: Admitted | Produced | SampleFailed) -> None:
+        match output:
+            case Admitted():
+                job.admitted_at, job.prefix = time.monotonic(), output.prefix
+                if job.ticket is not None and not self._is_prefill:
+                    self._open(job, job.ticket, output.pages)
+                elif job.ticket is None and self._extension is not None:
+                    # A transfer would have been possible.
+                    job.report = {"source": "recomputed", "prefix": output.prefix}
+            case Produced():
+                job.send(output)
+                # On prefill, the transfer goes on without the job's caller.
+                if output.finish is not None and job.agreement is None:
+                    self.jobs.pop(job.request.id, None)
+            case SampleFailed():
+                reason = "the model computed logits that are not finite for this prompt"
+                self._fail(job, Trouble.SAMPLING, reason)
+
+    # ------------------------------------------------------------ rooms
+
+    def _open(self, job: ServeJob, ticket: Ticket, pages: list[int]) -> None:
+        """Open the job's room at the ranks: decode offers its pages, prefill waits for them."""
+        engine, prompt = self._engine, job.request.prompt
+        job.agreement = RankAgreement(engine.layout.num_ranks)
+        model = self._extension.model if self._extension else ""
+        command = OpenCommand(
+            request=job.request.id,
+            room=ticket.room,
+            deadline_s=max(job.transfer_deadline - time.monotonic(), LEAST_S),
+            digest=digest_of(prompt, model=model, dtype=str(engine.options.dtype)),
+            trace=job.trace,
+            prefill=ticket.prefill or "",
+            tokens=len(prompt),
+            prefix=job.prefix,
+            pages=pages[: engine.scheduler.blocks.pages_for(len(prompt))],
+        )
+        engine.post(encode(command))
+
+    def _take_note(self, noted: Noted) -> None:
+        note = decode_note(noted.note)
+        job = self.jobs.get(note.request)
+        if job is None or job.agreement is None:
+            return
+        match note:
+            case OfferedNote():
+                # Other ranks' offers change nothing.
+                if not job.queued and not job.answered:
+                    self._queue(job)
+            case EndedNote():
+                job.agreement.end(noted.rank, note.failure or Done(note.metadata))
+                if (failure := job.agreement.failure) is not None:
+                    # One rank's failure is that of all, also after the answer.
+                    self._engine.post(encode(AbortCommand(job.request.id)))
+                    self._fail(job, Trouble.TRANSFER, str(failure))
+            case ReleasedNote():
+                job.agreement.release(noted.rank, note.carried)
+                if job.agreement.is_released:
+                    self._settle(job, job.agreement)
+
+    def _settle(self, job: ServeJob, agreement: RankAgreement) -> None:
+        """Go on with a job whose room has ended: no transfer touches its pages any more."""
+        job.agreement = None
+        self._carried.update(agreement.carried)
+        if not self._is_prefill and agreement.status is Status.DONE and not job.answered:
+            self._arrive(job, agreement.metadata)
+            return
+        if job.admitted_at is not None:
+            self._engine.scheduler.release(job.request.id)
+        self.jobs.pop(job.request.id, None)
+
+    def _arrive(self, job: ServeJob, metadata: bytes) -> None:
+        try:
+            first = msgspec.msgpack.decode(metadata, type=FirstTokenNote)
+            produced = self._engine.arrived(job.request.id, first.sample)
+        except (msgspec.DecodeError, KvferryError) as error:
+            reason = f"prefill sent no first token that can be used: {error}"
+            self._fail(job, Trouble.TRANSFER, reason)
+            return
+        assert job.admitted_at is not None
+        assert job.ticket is not None
+        job.report = {
+            "room": job.ticket.room,
+            "source": "transferred",
+            "prefix": job.prefix,
+            "bytes": (len(job.request.prompt) - job.prefix) * self._token_bytes,
+            "seconds": time.monotonic() - job.admitted_at,
+        }
+        self._take(job, produced)
