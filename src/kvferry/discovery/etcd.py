@@ -16,11 +16,13 @@ import hashlib
 import json
 import logging
 import math
+import socket
 import ssl
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 from urllib.parse import quote
+from weakref import WeakSet
 
 import aiohttp
 import msgspec
@@ -45,6 +47,8 @@ CALL_S = 5.0
 LIST_S = 30.0
 # A watch that is behind for longer, without any event, is taken for lost.
 LATE_S = 2.0
+CLOSE_S, CLOSE_POLL_S = 2.0, 0.005
+LOGIN = "auth/authenticate"
 MAX_ANSWER_BYTES = 64 << 20
 # An etcd cluster has no limits of kvferry's own.
 NO_LIMIT = 1 << 40
@@ -182,14 +186,15 @@ class EtcdDiscovery(Discovery):
 
     async def _changed(self, prefix: str, revision: int, wait_s: float) -> bool:
         """Wait for a change after ``revision``; return False when the time is over."""
-        request = _range(prefix) | {"start_revision": str(revision + 1)}
+        request = {"create_request": _range(prefix) | {"start_revision": str(revision + 1)}}
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                async for answer in self._gateway.stream("watch", {"create_request": request}):
-                    result = answer.get("result", {})
-                    # A compacted revision cancels the watch: read anew.
-                    if result.get("events") or result.get("canceled"):
-                        return True
+                async with aclosing(self._gateway.stream("watch", request)) as answers:
+                    async for answer in answers:
+                        result = answer.get("result", {})
+                        # A compacted revision cancels the watch: read anew.
+                        if result.get("events") or result.get("canceled"):
+                            return True
                 raise DiscoveryError(
                     DiscoveryFault.UNREACHABLE, f"{self} ended a watch; it may be restarting"
                 )
@@ -313,19 +318,27 @@ class _Gateway:
         self._member = 0
         self._token: str | None = None
         self._session: aiohttp.ClientSession | None = None
+        self._sockets: WeakSet[socket.socket] = WeakSet()
 
     async def close(self) -> None:
+        """Close all connections, and wait until their sockets are closed."""
         if self._session is not None:
             await self._session.close()
+        # aiohttp does not wait for TLS's closing handshake of a request that was cancelled.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                while any(one.fileno() >= 0 for one in self._sockets):
+                    await asyncio.sleep(CLOSE_POLL_S)
 
     async def call(self, method: str, body: Json, timeout_s: float = CALL_S) -> Json:
         """Return the first answer of a method. Tries each member once."""
         problem = ""
         for _ in self._address.members:
             try:
-                async with asyncio.timeout(timeout_s):
-                    async for answer in self._post(method, body, timeout_s):
-                        return answer
+                async with self._post(method, body, timeout_s) as response:
+                    answers = [json.loads(line) async for line in _lines(response)]
+                if answers:
+                    return dict(answers[0])
                 problem = "it sent no answer"
             except (aiohttp.ClientError, OSError, ValueError) as error:
                 problem = str(error) or type(error).__name__
@@ -335,26 +348,29 @@ class _Gateway:
             f"cannot use {self._address}: {problem}; check the URL and the cluster",
         )
 
-    async def stream(self, method: str, body: Json) -> AsyncIterator[Json]:
+    async def stream(self, method: str, body: Json) -> AsyncGenerator[Json]:
         """Yield the answers of a method until the member ends the stream."""
         try:
-            async for answer in self._post(method, body, None):
-                yield answer
+            async with self._post(method, body, None) as response:
+                async for line in _lines(response):
+                    yield json.loads(line)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             self._member = (self._member + 1) % len(self._address.members)
             raise DiscoveryError(
                 DiscoveryFault.UNREACHABLE, f"lost the connection to {self._address}: {error}"
             ) from None
 
+    @asynccontextmanager
     async def _post(
         self, method: str, body: Json, timeout_s: float | None = CALL_S
-    ) -> AsyncIterator[Json]:
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a request and yield its successful response. Closes a connection in use at exit."""
         session = self._open_session()
         for attempt in range(2):
             async with session.post(
                 f"{self._address.members[self._member]}/v3/{method}",
                 json=body,
-                headers=await self._authorization(session, method),
+                headers=await self._authorization(method),
                 timeout=aiohttp.ClientTimeout(total=timeout_s),
             ) as response:
                 if response.status == 401 and attempt == 0:
@@ -362,28 +378,33 @@ class _Gateway:
                     self._token = None
                     continue
                 if response.status >= 300:
-                    raise _refusal(
-                        self._address, response.status, await response.content.read(4096)
-                    )
-                async for line in _lines(response):
-                    yield json.loads(line)
-            return
+                    answer = await response.content.read(4096)
+                    raise _refusal(self._address, response.status, answer)
+                yield response
+                return
 
-    async def _authorization(self, session: aiohttp.ClientSession, method: str) -> dict[str, str]:
-        if self._address.user is None or method == "auth/authenticate":
+    async def _authorization(self, method: str) -> dict[str, str]:
+        if self._address.user is None or method == LOGIN:
             return {}
         if self._token is None:
             login = {"name": self._address.user, "password": self._address.password or ""}
-            async for answer in self._post("auth/authenticate", login):
-                self._token = str(answer["token"])
-        return {"Authorization": self._token or ""}
+            async with self._post(LOGIN, login) as response:
+                self._token = str(json.loads(await response.content.read())["token"])
+        return {"Authorization": self._token}
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             # Each watch holds a connection, so connections are not limited here.
-            connector = aiohttp.TCPConnector(limit=0, ssl=_tls(self._address))
+            connector = aiohttp.TCPConnector(
+                limit=0, ssl=_tls(self._address), socket_factory=self._new_socket
+            )
             self._session = aiohttp.ClientSession(connector=connector)
         return self._session
+
+    def _new_socket(self, address: aiohttp.AddrInfoType) -> socket.socket:
+        made = socket.socket(*address[:3])
+        self._sockets.add(made)
+        return made
 
 
 def _new_registry() -> InstanceRegistry:

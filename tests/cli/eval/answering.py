@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from aiohttp import web
+from sites import serve_app
 
 from kvferry.cli.eval.problems import INSTRUCTION
 
@@ -46,16 +45,12 @@ class Server:
         """The questions, without that of the first, uncounted request."""
         return [question_in(body) for body in self.bodies[1:]]
 
-    async def start(self) -> web.AppRunner:
+    def application(self) -> web.Application:
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._complete)
-        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        return runner
+        return app
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": MODEL}, {"id": "other"}]})
@@ -107,18 +102,6 @@ async def _event(response: web.StreamResponse, document: Body) -> None:
 @contextmanager
 def answering(answer: Answer) -> Iterator[Server]:
     """Run a server in a thread."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="answering", daemon=True)
-    thread.start()
     server = Server(answer)
-    try:
-        starting = asyncio.run_coroutine_threadsafe(server.start(), loop)
-        runner = starting.result(PATIENCE_S)
-        try:
-            yield server
-        finally:
-            asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(PATIENCE_S)
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(PATIENCE_S)
-        loop.close()
+    with serve_app(server.application(), shutdown_s=0.1) as server.url:
+        yield server

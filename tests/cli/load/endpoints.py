@@ -5,26 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterator
 
 from aiohttp import web
+from sites import serve_app
 
-T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-PATIENCE_S = 30.0
 
 
 @contextlib.contextmanager
 def served(post: Handler, models: Handler | None = None) -> Iterator[str]:
     """Yield the address of an endpoint that answers every POST with the handler."""
-    here = asyncio.new_event_loop()
-    thread = threading.Thread(target=here.run_forever, name="endpoint", daemon=True)
-    thread.start()
-
-    def run(step: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(step, here).result(PATIENCE_S)
 
     async def answer(request: web.Request) -> web.StreamResponse:
         return await post(request)
@@ -32,25 +23,8 @@ def served(post: Handler, models: Handler | None = None) -> Iterator[str]:
     app = web.Application()
     app.router.add_get("/v1/models", models or one_model)
     app.router.add_post("/{path:.*}", answer)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
-    try:
-        run(runner.setup())
-        run(web.TCPSite(runner, "127.0.0.1", 0).start())
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        run(runner.cleanup())
-        run(cancel_others())
-        here.call_soon_threadsafe(here.stop)
-        thread.join(PATIENCE_S)
-        here.close()
-
-
-async def cancel_others() -> None:
-    """End what still runs, such as the acceptance of a connection that came at the end."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    with serve_app(app) as url:
+        yield url
 
 
 async def one_model(_: web.Request) -> web.Response:
