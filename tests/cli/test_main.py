@@ -39,6 +39,13 @@ def test_closed_standard_output_is_one_sentence(words: str) -> None:
     assert err == b"kvferry: standard output is closed; send it somewhere, such as to a file\n"
 
 
+def test_no_command_prints_the_list_of_commands() -> None:
+    status, out, err = shell("", "")
+    assert (status, out) == (2, b"")
+    assert b"usage: kvferry" in err
+    assert b"plan" in err
+
+
 @pytest.mark.parametrize("redirect", ["2>&-", "2>/dev/full"])
 def test_bad_input_without_standard_error_still_has_a_status(redirect: str) -> None:
     status, out, _ = shell(f"{WRONG} --json", redirect)

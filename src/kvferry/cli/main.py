@@ -55,8 +55,12 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    parser = build_parser()
+    if not words:
+        parser.print_help(sys.stderr)
+        return EXIT_BAD_INPUT
     try:
-        args = build_parser().parse_args(words)
+        args = parser.parse_args(words)
         status: int = args.run(args)
     except KvferryError as error:
         sentence = one_line(str(error))
