@@ -245,7 +245,7 @@ class Links:
         if self.current.get(link.peer) is link:
             del self.current[link.peer]
         if link.incarnation is not None:
-            self._outbox.do(Disconnect(link.peer, link.incarnation, link.session))
+            self._outbox.do(Disconnect(link.session))
         self._rooms.link_lost(link, Failure.of(code, message or f"lost {link.peer}"))
         self.drop_if_unneeded(link)
 
@@ -273,12 +273,11 @@ class Links:
         self.lose(link, FailureCode.REFUSED, f"{refusal.code}: {refusal.message}")
 
     def disconnected(self, event: Disconnected) -> None:
-        """Handle the proof that nothing is in flight with a peer, or in one session with it."""
-        for link in list(self.by_session.values()):
-            same_peer = (link.peer, link.incarnation) == (event.peer, event.incarnation)
-            if same_peer and event.session in (None, link.session):
-                self.lose(link, FailureCode.PEER_GONE)
-                self.gone(link)
+        """Handle the proof that nothing is in flight in a session."""
+        link = self.by_session.get(event.session)
+        if link is not None:
+            self.lose(link, FailureCode.PEER_GONE)
+            self.gone(link)
 
     def gone(self, link: Link) -> None:
         """Remove a lost link, with the proof that nothing of its session is in flight."""

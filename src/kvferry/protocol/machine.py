@@ -31,7 +31,7 @@ from kvferry.protocol.events import (
 )
 from kvferry.protocol.inbound import TargetRoom
 from kvferry.protocol.links import Identity, Link, Links
-from kvferry.protocol.messages import Body, Heartbeat
+from kvferry.protocol.messages import Body, Heartbeat, Refuse
 from kvferry.protocol.outbound import SourceRoom
 from kvferry.protocol.outcome import Failure, FailureCode, Status
 from kvferry.protocol.states import LinkState
@@ -124,8 +124,11 @@ class Machine(ABC):
                 raise Misuse(f"{type(self).__name__} does not handle {type(event).__name__}")
 
     def _on_message(self, link: Link, body: Body) -> None:
-        """Count a message that needs no action; subclasses handle their own first."""
-        self.counts["heartbeats" if isinstance(body, Heartbeat) else "misdirected"] += 1
+        """Handle a message that both machines receive; subclasses handle their own first."""
+        if isinstance(body, Refuse):
+            self.peers.refused(link, body)
+        else:
+            self.counts["heartbeats" if isinstance(body, Heartbeat) else "misdirected"] += 1
 
     @abstractmethod
     def _settle(self) -> None:

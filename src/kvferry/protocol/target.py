@@ -45,7 +45,6 @@ from kvferry.protocol.messages import (
     Drained,
     Grant,
     Heartbeat,
-    Refuse,
     Staging,
     Want,
     Welcome,
@@ -134,8 +133,6 @@ class TargetMachine(Machine):
             case Welcome():
                 if self.peers.welcomed(link, body):
                     self._link_up(link)
-            case Refuse():
-                self.peers.refused(link, body)
             case _:
                 super()._on_message(link, body)
 

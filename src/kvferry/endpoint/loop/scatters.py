@@ -105,7 +105,7 @@ class StagedScatters:
             log.error("scatter-failed room=%r error=%r", room, job.problem)
             failure = Failure.of(FailureCode.TRANSPORT, f"a scatter failed: {job.problem}")
             self.answer(Cancel(room, failure))
-        self.answer(Scattered(job.op))
+        self.answer(Scattered(job.action.op))
 
     def connect(self, action: Connect) -> None:
         """Note that a source writes here, by the transport that it chose."""

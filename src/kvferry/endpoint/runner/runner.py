@@ -48,14 +48,7 @@ from kvferry.protocol.events import (
 )
 from kvferry.protocol.links import Link
 from kvferry.protocol.machine import Machine
-from kvferry.protocol.messages import (
-    MAX_BLOCKS,
-    Accept,
-    Arrived,
-    Close,
-    Envelope,
-    RoomMessage,
-)
+from kvferry.protocol.messages import MAX_BLOCKS, Accept, Arrived, Close, Envelope, RoomMessage
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.target import TargetMachine
 
@@ -82,11 +75,18 @@ class ControlPort(Protocol):
         """Send a frame. It may be lost."""
 
 
-class SourceDataPort(Protocol):
-    """Writes into targets' memory. Answers each write and each gather once (``WriteEnded``)."""
+class DataPort(Protocol):
+    """Sessions in which memory is written."""
 
     def connect(self, action: Connect) -> None:
-        """Connect to a target's memory."""
+        """Connect to a target's memory. At a target: note that a source writes here."""
+
+    def forget(self, session: Session) -> None:
+        """Release the resources of a session in which nothing is written any more."""
+
+
+class SourceDataPort(DataPort, Protocol):
+    """Writes into targets' memory. Answers each write and each gather once (``WriteEnded``)."""
 
     def choose(self, action: Choose) -> None:
         """Answer with ``Chosen`` which blocks go through staging."""
@@ -106,21 +106,12 @@ class SourceDataPort(Protocol):
     def cut(self, session: Session) -> None:
         """Fail writes of a session that have not started, and all later ones."""
 
-    def forget(self, session: Session) -> None:
-        """Release the resources of a session that has no write in flight."""
 
-
-class TargetDataPort(Protocol):
+class TargetDataPort(DataPort, Protocol):
     """Local memory that sources write into."""
-
-    def connect(self, action: Connect) -> None:
-        """Note that a source writes here."""
 
     def scatter(self, action: Scatter) -> None:
         """Copy a slot into its pages, and answer ``Scattered``."""
-
-    def forget(self, session: Session) -> None:
-        """Release the resources of a session whose source writes nothing here any more."""
 
 
 class PeersPort(Protocol):
@@ -313,7 +304,7 @@ class MachineRunner(Generic[M, P]):
         """Tell the machine which sessions are proven over, and drop those it has forgotten."""
         proven, dropped = self.sessions.settle()
         for record in proven:
-            self._events.append(Disconnected(record.peer, record.incarnation, record.session))
+            self._events.append(Disconnected(record.session))
         for record in dropped:
             self.ports.data.forget(record.session)
         for record in (*proven, *dropped):
