@@ -97,4 +97,4 @@ def test_tentative_links_and_plans_are_bounded() -> None:
         frame = Envelope(T0, 2000, Session(2000, 10 + number), 1, other)
         w.source().handle(Received(frame), w.now)
     assert len(w.source().links) == 1
-    assert len(w.source().peers.plans.by_layout) == MAX_PLANS
+    assert len(w.source().peers.plans) == MAX_PLANS

@@ -9,7 +9,6 @@ Sans-IO: a machine has no clock, randomness or thread. One owner calls ``handle`
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from math import inf
@@ -51,6 +50,8 @@ class Machine(ABC):
         self.layout = identity.layout
         self.config = config
         self.outbox = Outbox()
+        # Counters over the machine's lifetime.
+        self.counts = self.outbox.counts
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Run one step and return its actions. A step that raises ``Misuse`` changes nothing."""
@@ -100,11 +101,6 @@ class Machine(ABC):
             text = f"{self.num_quarantined} failed rooms wait for proof from lost peers"
             return Failure.of(FailureCode.QUARANTINE_FULL, text)
         return None
-
-    @property
-    def counts(self) -> Counter[str]:
-        """Counters over the machine's lifetime."""
-        return self.outbox.counts
 
     def _on_event(self, event: Event) -> None:
         """Handle an event that both machines have; subclasses handle their own first."""

@@ -111,8 +111,7 @@ class StagedScatters:
         """Note that a source writes here, by the transport that it chose."""
         (offer,) = action.transports
         log.info(
-            "written-by endpoint=%s peer=%s transport=%s",
-            *(self.setup.me, action.peer, offer.name),
+            "written-by endpoint=%s peer=%s transport=%s", *(self.setup.me, action.peer, offer.name)
         )
         self.observer.link_up(action.peer, offer.name)
         self.transport_thread.accept_writes(action.session, offer.name)

@@ -137,31 +137,26 @@ class RoomsPort(Protocol):
         """Report that the engine may reuse a room's memory."""
 
 
-class SourcePorts(NamedTuple):
-    """Ports of a source machine."""
+D = TypeVar("D", bound=DataPort)
+
+
+class Ports(NamedTuple, Generic[D]):
+    """Ports of a machine."""
 
     control: ControlPort
-    data: SourceDataPort
+    data: D
     peers: PeersPort
     rooms: RoomsPort
 
 
-class TargetPorts(NamedTuple):
-    """Ports of a target machine."""
-
-    control: ControlPort
-    data: TargetDataPort
-    peers: PeersPort
-    rooms: RoomsPort
+SourcePorts = Ports[SourceDataPort]
+TargetPorts = Ports[TargetDataPort]
 
 
-P = TypeVar("P", bound=SourcePorts | TargetPorts)
-
-
-class MachineRunner(Generic[M, P]):
+class MachineRunner(Generic[M, D]):
     """Runs one machine. Called by one thread."""
 
-    def __init__(self, machine: M, ports: P, sessions: Sessions | None = None) -> None:
+    def __init__(self, machine: M, ports: Ports[D], sessions: Sessions | None = None) -> None:
         self.machine = machine
         self.ports = ports
         self.sessions = Sessions(exposed=machine.exposed) if sessions is None else sessions
@@ -324,7 +319,7 @@ class MachineRunner(Generic[M, P]):
         return not self._held
 
 
-class SourceRunner(MachineRunner[SourceMachine, SourcePorts]):
+class SourceRunner(MachineRunner[SourceMachine, SourceDataPort]):
     """Runner of a source: tracks its writes, and sends the note of each after its data."""
 
     def __init__(
@@ -408,7 +403,7 @@ class SourceRunner(MachineRunner[SourceMachine, SourcePorts]):
             self._discard(op)
 
 
-class TargetRunner(MachineRunner[TargetMachine, TargetPorts]):
+class TargetRunner(MachineRunner[TargetMachine, TargetDataPort]):
     """Runner of a target, which starts no writes."""
 
     def _perform(self, action: Action) -> None:
