@@ -1,4 +1,7 @@
-"""The examples of README, docs and ``--help``: commands parse, and code blocks run."""
+"""The examples of README, docs and ``--help``: code blocks run, and commands parse.
+
+``test_docs_blocks`` parses the commands of the pages.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +48,8 @@ def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser
 
 
 def shown_commands() -> list[str]:
-    """Return the commands of console blocks, and those of the examples in ``--help``."""
+    """Return the commands of the examples in ``--help``."""
     found = []
-    for page in PAGES:
-        for block in blocks(page.read_text(encoding="utf-8"), "console"):
-            lines = block.replace("\\\n", "").splitlines()
-            found += [line[2:] for line in lines if line.startswith("$ kvferry ")]
     for parser in parsers(build_parser()):
         lines = (parser.epilog or "").replace("\\\n", "").splitlines()
         # A comment stands behind two spaces or more.
@@ -68,7 +67,7 @@ def test_a_shown_command_parses(command: str) -> None:
     assert callable(args.run)
 
 
-def test_there_are_commands_on_the_pages_and_in_the_help() -> None:
+def test_there_are_commands_in_the_help() -> None:
     commands = {command.split()[1] for command in shown_commands()}
     assert {"plan", "demo", "bench", "doctor", "eval", "key", "serve", "sim", "top"} <= commands
 

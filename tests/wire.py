@@ -298,7 +298,7 @@ class World:
 
     def end_teardown(self, held: tuple[Peer, Disconnect]) -> None:
         me, action = held
-        self.pending.append((me, Disconnected(action.peer, action.incarnation, action.session)))
+        self.pending.append((me, Disconnected(action.session)))
 
     # ------------------------------------------------------------ what landed
 
@@ -395,6 +395,12 @@ class World:
         ]
 
     # ------------------------------------------------------------ the end
+
+    def tear_down(self, me: Peer, peer: Peer) -> None:
+        """Prove to ``me`` that nothing is in flight in its sessions with ``peer``."""
+        machine = self.targets[me] if me in self.targets else self.sources[me]
+        for session in [link.session for link in machine.links.values() if link.peer == peer]:
+            self.tell(me, Disconnected(session))
 
     def finish(self, attempts: int = 1) -> None:
         """Check that each room was reported and released, and that all tables are empty."""

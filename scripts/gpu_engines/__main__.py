@@ -17,7 +17,7 @@ PAYLOADS = ROOT / "build" / "gpu-engines"
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse the command line and run it; return the exit status."""
-    parser = _parser()
+    parser = command_parser()
     asked = parser.parse_args(arguments)
     if asked.command == "pack":
         return max([pack(engine, asked.into) for engine in asked.engines])
@@ -34,7 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
     return run(Options(asked.engine, device, payload, asked.only, out, *times))
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``scripts/gpu-engines``."""
     parser = argparse.ArgumentParser(
         prog="scripts/gpu-engines",
         description="Run real engines with kvferry on a GPU machine that cannot install packages.",

@@ -93,9 +93,9 @@ def transfer(op: int, session: Session = ONE) -> TransferRequest:
     return TransferRequest(f"room-{op}", session, Generation(1), 0, PEER, PLAN, REQUEST, ())
 
 
-def drop(session: Session = ONE, peer: Peer = PEER, life: int = LIFE) -> Disconnect:
-    return Disconnect(peer, life, session)
+def drop(session: Session = ONE) -> Disconnect:
+    return Disconnect(session)
 
 
-def proof(session: Session = ONE, peer: Peer = PEER, life: int = LIFE) -> Disconnected:
-    return Disconnected(peer, life, session)
+def proof(session: Session = ONE) -> Disconnected:
+    return Disconnected(session)

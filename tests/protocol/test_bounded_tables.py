@@ -10,7 +10,7 @@ from wire import small_world as world
 from kvferry.ids import Peer, Session
 from kvferry.layout import Span
 from kvferry.plan import Request
-from kvferry.protocol.events import Cancel, Disconnected, Push, Received
+from kvferry.protocol.events import Cancel, Push, Received
 from kvferry.protocol.links import MAX_PLANS
 from kvferry.protocol.messages import Envelope, Hello
 from kvferry.protocol.states import LinkState, RoomState
@@ -35,7 +35,7 @@ def test_late_frame_of_an_old_session_does_not_end_the_new_one(restart: bool) ->
     if restart:
         w.start_target(0, 0, incarnation=77)
     else:
-        w.tell(T0, Disconnected(S0, 1000))
+        w.tear_down(T0, S0)
         w.run()
     w.drops = lambda to, envelope: False
     w.open(ROOM)
@@ -97,4 +97,4 @@ def test_tentative_links_and_plans_are_bounded() -> None:
         frame = Envelope(T0, 2000, Session(2000, 10 + number), 1, other)
         w.source().handle(Received(frame), w.now)
     assert len(w.source().links) == 1
-    assert len(w.source().peers.plans.by_layout) == MAX_PLANS
+    assert len(w.source().peers.plans) == MAX_PLANS

@@ -17,7 +17,6 @@ from kvferry.layout import Layout, Span
 from kvferry.plan import Block, Request
 from kvferry.protocol.events import (
     Cancel,
-    Disconnected,
     Event,
     Finish,
     Instance,
@@ -131,11 +130,11 @@ def test_closed_source_that_is_gone_does_not_delay_release() -> None:
     w.tell(S0, Finish(ROOM, 8))
     w.run()
     w.hold.teardowns = True
-    incarnation = w.sources.pop(S0).incarnation
+    del w.sources[S0]
     w.wait(w.config.silence_s + 1)
     assert not w.reports, "nothing is missing from it"
     w.teardowns.clear()
-    w.tell(T0, Disconnected(S0, incarnation))
+    w.tear_down(T0, S0)
     w.tell(T0, Cancel(ROOM))
     w.run()
     assert w.releases[T0, ROOM] == 1

@@ -10,7 +10,7 @@ from kvferry.config import ProtocolConfig
 from kvferry.ids import Peer, Session
 from kvferry.layout import Span
 from kvferry.plan import Request
-from kvferry.protocol.events import Cancel, Disconnected, Push, Received, Tick
+from kvferry.protocol.events import Cancel, Push, Received, Tick
 from kvferry.protocol.links import EARLY_BEAT
 from kvferry.protocol.messages import (
     Abort,
@@ -239,7 +239,7 @@ def test_session_is_replaced_when_the_next_is_confirmed(incarnation: int) -> Non
     if incarnation == 2000:
         # Only the target has lost the link: its end of the connection is torn down.
         w.drops = lambda _, envelope: isinstance(envelope.body, Abort)
-        w.tell(T0, Disconnected(S0, 1000))
+        w.tear_down(T0, S0)
         w.run()
     else:
         w.start_target(0, 0, incarnation=incarnation)

@@ -14,7 +14,6 @@ from kvferry.layout import Span
 from kvferry.plan import Request
 from kvferry.protocol.events import (
     Cancel,
-    Disconnected,
     Event,
     Finish,
     Instance,
@@ -409,8 +408,8 @@ def test_unexpected_disconnect_fails_the_rooms() -> None:
     w.open(ROOM)
     w.receive(ROOM, Request(8))
     w.run()
-    w.tell(T0, Disconnected(S0, w.source().incarnation))
-    w.tell(S0, Disconnected(T0, w.target().incarnation))
+    w.tear_down(T0, S0)
+    w.tear_down(S0, T0)
     w.run()
     assert w.outcomes(ROOM) == {"peer-gone"}
     w.finish()

@@ -82,18 +82,14 @@ class CopyThread(Copier):
 
     def _run(self) -> None:
         try:
-            while (job := self._next_job()) is not None:
+            while (job := self._jobs.get()) is not None:
+                self.heartbeat.beat(time.monotonic())
                 self._copy(job)
+                self.heartbeat.beat(inf)
         except Exception as error:
             self._on_result(ThreadFailed("copy", error))
         finally:
             self.heartbeat.beat(inf)
-
-    def _next_job(self) -> CopyJob | None:
-        self.heartbeat.beat(inf)
-        job = self._jobs.get()
-        self.heartbeat.beat(time.monotonic())
-        return job
 
     def _copy(self, job: CopyJob) -> None:
         is_gather = isinstance(job, WriteJob)

@@ -128,11 +128,6 @@ class ScatterJob:
     begun: float = field(default_factory=time.monotonic)
     problem: str = ""
 
-    @property
-    def op(self) -> Op:
-        """The operation's number."""
-        return self.action.op
-
     def fail(self, detail: str) -> None:
         """Store why the copy failed. It touches no memory any more."""
         self.problem = detail

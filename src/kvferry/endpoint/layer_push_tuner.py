@@ -19,16 +19,11 @@ from kvferry.plan.layers import layers_per_push
 Layers = Annotated[int, Meta(ge=1)] | Literal["auto", "all"]
 
 
-class TimedEvent(Protocol):
+class TimedEvent(Waitable, Protocol):
     """A GPU event with timing, such as ``torch.cuda.Event(enable_timing=True)``."""
-
-    def query(self) -> bool:
-        """Return whether the event has happened."""
-        ...
 
     def elapsed_time(self, end_event: Any, /) -> float:
         """Return the milliseconds from this event to ``end_event``."""
-        ...
 
 
 class LayerTiming(NamedTuple):

@@ -82,28 +82,22 @@ class Calibration:
     """Sequence of writes that measures one link, with their durations."""
 
     def __init__(self, local: Base, remote: Base, num_bytes: int = SCRATCH_BYTES) -> None:
-        self._local = local
-        self._remote = remote
+        bulk = Binding.bulk(local, remote, num_bytes)
         self._num_bytes = num_bytes
+        self._writes = {
+            "first": bulk,
+            "bulk": bulk,
+            "little": Binding.bulk(local, remote, LITTLE_BYTES),
+            "few": scattered(local, remote, FEW_PIECES),
+            "pieces": scattered(local, remote, NUM_PIECES),
+            "runs": scattered(local, remote, FEW_PIECES, LARGE_PIECE_BYTES, _RUN_STRIDE),
+        }
         self._seconds: dict[str, list[float]] = {step: [] for step in STEPS}
         self._remaining = list(STEPS)
 
     def next(self) -> Binding | None:
         """Return the next write, or None after the last one."""
-        if not self._remaining:
-            return None
-        match self._remaining[0]:
-            case "few":
-                return scattered(self._local, self._remote, FEW_PIECES)
-            case "pieces":
-                return scattered(self._local, self._remote, NUM_PIECES)
-            case "runs":
-                ends = self._local, self._remote
-                return scattered(*ends, FEW_PIECES, LARGE_PIECE_BYTES, _RUN_STRIDE)
-            case "little":
-                return Binding.bulk(self._local, self._remote, LITTLE_BYTES)
-            case _:
-                return Binding.bulk(self._local, self._remote, self._num_bytes)
+        return self._writes[self._remaining[0]] if self._remaining else None
 
     def record(self, seconds: float) -> None:
         """Store the duration of the write that ``next`` returned, and advance."""

@@ -55,15 +55,12 @@ class Received(Event, frozen=True):
 
 
 class Disconnected(Event, frozen=True):
-    """Proof that nothing is in flight to or from a peer's incarnation, and nothing will be.
+    """Proof that nothing is in flight in a session, and nothing will be. Its peer may be alive.
 
     The endpoint refuses writes that the machine requested before it handled this event.
-    With ``session`` the proof covers that session only, and the peer may still be alive.
     """
 
-    peer: Peer
-    incarnation: int
-    session: Session | None = None
+    session: Session
 
 
 class PeerRuns(Event, frozen=True):
@@ -294,8 +291,6 @@ class Connect(Action, frozen=True):
 class Disconnect(Action, frozen=True):
     """Start no more writes, and answer ``Disconnected`` once none can arrive any more."""
 
-    peer: Peer
-    incarnation: int
     session: Session
 
 

@@ -9,6 +9,7 @@ of an earlier session matches this one and a delayed Hello has no effect.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 from kvferry.config import ProtocolConfig
@@ -18,13 +19,7 @@ from kvferry.ids import Peer, Session
 from kvferry.plan.places import PoolMap
 from kvferry.plan.plan import Plan
 from kvferry.protocol.checks import pools_problem
-from kvferry.protocol.events import (
-    ConnectRefused,
-    Instance,
-    MemoryReached,
-    Outbox,
-    PeerRestarted,
-)
+from kvferry.protocol.events import ConnectRefused, Instance, MemoryReached, Outbox, PeerRestarted
 from kvferry.protocol.links import Dependents, Identity, Link, Links
 from kvferry.protocol.messages import (
     Envelope,
@@ -65,7 +60,7 @@ class TargetLinks(Links):
             text = difference(prefill.fingerprint, self.identity.fingerprint)
             return Failure.of(FailureCode.REFUSED, text)
         try:
-            self.plans.plan_with(prefill.layout)
+            self.plan_with(prefill.layout)
         except Refused as refused:
             return Failure.of(FailureCode.REFUSED, str(refused))
         return None
@@ -154,13 +149,24 @@ class TargetLinks(Links):
             self.lose(link, FailureCode.PEER_RESTARTED)
 
     def tick(self) -> None:
-        """Lose silent peers, close idle links, and send heartbeats on the others."""
+        """Lose silent peers, close idle links, repeat Hellos, and send heartbeats."""
         for link in [link for link in self.current.values() if self.is_idle(link)]:
             # The source then forgets the session too. If this is lost, it learns it from the
             # answer to its next heartbeat.
             self.send_unnumbered(link.peer, link.session, NoSession())
             self.lose(link, FailureCode.SESSION_REPLACED, f"the link to {link.peer} was idle")
         super().tick()
+        for link in self._greeting():
+            if self._outbox.now >= link.sent_at + self.config.resend_s:
+                self._send_hello(link)
+
+    def timers(self) -> Iterator[float]:
+        """Yield the times at which links need a tick."""
+        yield from super().timers()
+        yield from (link.sent_at + self.config.resend_s for link in self._greeting())
+
+    def _greeting(self) -> list[Link]:
+        return [link for link in self.current.values() if link.state is LinkState.GREETING]
 
     def is_idle(self, link: Link) -> bool:
         """Whether no room has used a link for ``idle_s``, nor may use it now.
@@ -171,15 +177,6 @@ class TargetLinks(Links):
         since_s = self._outbox.now - link.used_at
         is_unused = link.state is LinkState.UP and since_s >= self.config.idle_s
         return is_unused and not self._rooms.link_needed(link)
-
-    def _tick_greeting(self, link: Link) -> None:
-        super()._tick_greeting(link)
-        due = self._outbox.now >= link.sent_at + self.config.resend_s
-        if link.state is LinkState.GREETING and due:
-            self._send_hello(link)
-
-    def _greeting_timer(self, link: Link) -> float:
-        return min(super()._greeting_timer(link), link.sent_at + self.config.resend_s)
 
 
 class SourceLinks(Links):
@@ -253,7 +250,7 @@ class SourceLinks(Links):
         self._num_sessions += 1
         me = self.identity.incarnation
         session = Session(greeting.target, greeting.number, me, self._num_sessions)
-        plan = self.plans.plan_with(hello.layout)
+        plan = self.plan_with(hello.layout)
         link = Link(
             peer, session, LinkState.GREETING, plan, envelope.incarnation, now, now, now, hello
         )
@@ -299,7 +296,7 @@ class SourceLinks(Links):
             text = difference(self.identity.fingerprint, hello.fingerprint)
             return Refuse(RefusalCode.FINGERPRINT, text[:MAX_TEXT])
         try:
-            self.plans.plan_with(hello.layout)
+            self.plan_with(hello.layout)
         except Refused as refused:
             return Refuse(RefusalCode.LAYOUT, str(refused)[:MAX_TEXT])
         problem = pools_problem(hello.layout, peer.rank, hello.pools)

@@ -8,6 +8,7 @@ from math import inf
 
 from kvferry.ids import Generation, Op, Room, Serial, SlotIndex
 from kvferry.plan.plan import Block, Plan
+from kvferry.protocol.credits import AccountKey
 from kvferry.protocol.cutting import image_bytes
 from kvferry.protocol.events import Outbox, ReceiveRequest, Scatter
 from kvferry.protocol.ledger import Ledger
@@ -30,6 +31,7 @@ from kvferry.protocol.states import INBOUND, InboundState, InboundStep, LinkStat
 class InboundTransfer:
     """What a room expects from one source."""
 
+    room: TargetRoom
     source: int
     link: Link
     sent_at: float
@@ -37,6 +39,17 @@ class InboundTransfer:
     offer_seq: int = 0
     accepted: bool = False
     confirmed: bool = False  # the source's Close fits the request
+
+    @property
+    def account(self) -> AccountKey:
+        """Key of the source's credits for this room."""
+        return self.room.name, self.source
+
+    @property
+    def has_delivered(self) -> bool:
+        """Whether the source has closed and everything that it owes has arrived."""
+        closed = self.state is InboundState.CLOSED
+        return closed and not self.room.ledger.missing(self.source)
 
     def step(self, step: InboundStep) -> None:
         """Advance to the next state."""
@@ -47,6 +60,16 @@ class InboundTransfer:
         if self.state is not InboundState.QUIET:
             self.step(InboundStep.ACCEPTED)
 
+    def owes(self, note: Arrived, rank: int, slot_bytes: int) -> bool:
+        """Whether the source owes the blocks of a note, and a slot can hold them."""
+        room = self.room
+        if not all(room.ledger.owes(self.source, block) for block in note.blocks):
+            return False
+        if note.serial is None:
+            return True
+        size = image_bytes(room.plan, self.source, rank, room.wanted.request, note.blocks)
+        return size <= slot_bytes
+
 
 @dataclass(slots=True, eq=False)
 class TargetRoom:
@@ -56,7 +79,6 @@ class TargetRoom:
     wanted: ReceiveRequest
     generation: Generation
     plan: Plan
-    deadline: float
     ledger: Ledger
     inbounds: dict[int, InboundTransfer] = field(default_factory=dict)
     scatters: set[Op] = field(default_factory=set)
@@ -80,23 +102,11 @@ class TargetRoom:
             for inbound in self.inbounds.values()
         )
 
-    def owes(self, inbound: InboundTransfer, note: Arrived, rank: int, slot_bytes: int) -> bool:
-        """Whether the source owes the blocks of a note, and a slot can hold them."""
-        if not all(self.ledger.owes(inbound.source, block) for block in note.blocks):
-            return False
-        if note.serial is None:
-            return True
-        size = image_bytes(self.plan, inbound.source, rank, self.wanted.request, note.blocks)
-        return size <= slot_bytes
-
     def expired(self) -> Failure:
         """Return the failure of a room at its deadline."""
-        late = [
-            f"{inbound.link.peer} ({inbound.state})"
-            for inbound in self.inbounds.values()
-            if inbound.state is not InboundState.CLOSED or self.ledger.missing(inbound.source)
-        ]
-        return Failure.of(FailureCode.DEADLINE, f"still waiting for {', '.join(late)}")
+        late = [one for one in self.inbounds.values() if not one.has_delivered]
+        names = ", ".join(f"{one.link.peer} ({one.state})" for one in late)
+        return Failure.of(FailureCode.DEADLINE, f"still waiting for {names}")
 
     def unusable(self) -> tuple[Block, ...]:
         """Return the blocks of a failed room that did not arrive or can't be trusted.
@@ -120,7 +130,7 @@ class InboundTransfers:
         self._links = links
         self._outbox = outbox
 
-    def find(self, link: Link, body: RoomMessage) -> tuple[TargetRoom, InboundTransfer] | None:
+    def find(self, link: Link, body: RoomMessage) -> InboundTransfer | None:
         """Return the transfer that a message is about, if this attempt is still active."""
         room = self._rooms.get(body.room)
         if room is None or room.generation != body.generation:
@@ -130,27 +140,29 @@ class InboundTransfers:
         if inbound is None or inbound.link is not link:
             return None
         inbound.accepted = True
-        return room, inbound
+        return inbound
 
-    def of(self, link: Link) -> Iterator[tuple[TargetRoom, InboundTransfer]]:
-        """Yield the transfers of a link, with their rooms."""
+    def of(self, link: Link) -> Iterator[InboundTransfer]:
+        """Yield the transfers of a link."""
         for room in list(self._rooms.values()):
             for inbound in room.inbounds.values():
                 if inbound.link is link:
-                    yield room, inbound
+                    yield inbound
 
-    def offer(self, room: TargetRoom, inbound: InboundTransfer) -> None:
+    def offer(self, inbound: InboundTransfer) -> None:
         """Send Offer."""
+        room = inbound.room
         if inbound.state is InboundState.CONNECTING:
             inbound.step(InboundStep.LINKED)
-        left_s = room.deadline - self._outbox.now
+        left_s = room.wanted.deadline - self._outbox.now
         remaining_s = min(max(MIN_REMAINING_S, left_s), MAX_REMAINING_S)
         request, tables = room.wanted.request, room.wanted.tables
         self._send(inbound, Offer(room.name, room.generation, request, tables, remaining_s))
         inbound.offer_seq = inbound.link.seq_out
 
-    def abort(self, room: TargetRoom, inbound: InboundTransfer) -> None:
+    def abort(self, inbound: InboundTransfer) -> None:
         """Send Abort."""
+        room = inbound.room
         assert room.failure is not None
         self._send(inbound, Abort(room.name, room.generation, room.failure, inbound.accepted))
 
@@ -169,15 +181,14 @@ class InboundTransfers:
             case InboundState.CONNECTING | InboundState.QUIET:
                 return inf
 
-    def repeat(
-        self, room: TargetRoom, inbound: InboundTransfer, serials: tuple[Serial, ...]
-    ) -> None:
+    def repeat(self, inbound: InboundTransfer, serials: tuple[Serial, ...]) -> None:
         """Resend what may have been lost. ``serials`` are the unused credits."""
         if inbound.state is InboundState.OFFERED:
-            self.offer(room, inbound)
+            self.offer(inbound)
         elif inbound.state is InboundState.DRAINING:
-            self.abort(room, inbound)
+            self.abort(inbound)
         else:
+            room = inbound.room
             self._send(inbound, StatusPoll(room.name, room.generation, serials[:MAX_CREDITS]))
 
     def is_quiet(self, room: TargetRoom) -> bool:
@@ -189,6 +200,7 @@ class InboundTransfers:
         for name, room in self._rooms.items():
             assert room.name == name, room
             for source, inbound in room.inbounds.items():
+                assert inbound.room is room, inbound
                 assert inbound.source == source == inbound.link.peer.rank, inbound
                 assert inbound.state is not InboundState.DRAINING or room.failure, inbound
 
@@ -211,21 +223,16 @@ class ActiveScatters:
         self.under_way: dict[Op, ActiveScatter] = {}
         self._ops = 0
 
-    def begin(
-        self,
-        room: TargetRoom,
-        inbound: InboundTransfer,
-        blocks: tuple[Block, ...],
-        slot: SlotIndex,
-        serial: Serial,
-    ) -> None:
+    def begin(self, inbound: InboundTransfer, note: Arrived, slot: SlotIndex) -> None:
         """Start to copy a slot into the room's pages."""
+        assert note.serial is not None
         self._ops += 1
         op = Op(self._ops)
+        room, peer = inbound.room, inbound.link.peer
         room.scatters.add(op)
-        self.under_way[op] = ActiveScatter(room, inbound.source, blocks, slot)
-        peer, request = inbound.link.peer, room.wanted.request
-        self._outbox.do(Scatter(op, room.name, peer, room.plan, request, blocks, slot, serial))
+        self.under_way[op] = ActiveScatter(room, inbound.source, note.blocks, slot)
+        about = room.plan, room.wanted.request, note.blocks
+        self._outbox.do(Scatter(op, room.name, peer, *about, slot, note.serial))
 
     def end(self, op: Op) -> ActiveScatter | None:
         """Remove and return a scatter that has ended; None if it was removed before."""

@@ -123,25 +123,6 @@ class Dependents(Protocol):
         """Whether a room still waits for something on a lost link."""
 
 
-@dataclass(eq=False)
-class Plans:
-    """Cache of the plans between this endpoint's layout and the layouts of its peers."""
-
-    layout: Layout
-    sends: bool
-    by_layout: dict[Layout, Plan] = field(default_factory=dict)
-
-    def plan_with(self, other: Layout) -> Plan:
-        """Return the plan with a peer's layout. Raises ``Refused``."""
-        if other not in self.by_layout:
-            sides = (self.layout, other) if self.sends else (other, self.layout)
-            plan = reshard(*sides)
-            if len(self.by_layout) >= MAX_PLANS:
-                del self.by_layout[next(iter(self.by_layout))]
-            self.by_layout[other] = plan
-        return self.by_layout[other]
-
-
 class Links:
     """Every link of one endpoint. Subclasses add their half of the handshake."""
 
@@ -151,14 +132,25 @@ class Links:
     def __init__(
         self, identity: Identity, config: ProtocolConfig, outbox: Outbox, rooms: Dependents
     ) -> None:
-        self.plans = Plans(identity.layout, sends=self.sends)
         self.identity = identity
         self.config = config
+        # Plans by the peer's layout.
+        self.plans: dict[Layout, Plan] = {}
         self.by_session: dict[Session, Link] = {}
         self.current: dict[Peer, Link] = {}
         self._num_sessions = 0
         self._outbox = outbox
         self._rooms = rooms
+
+    def plan_with(self, other: Layout) -> Plan:
+        """Return the plan with a peer's layout. Raises ``Refused``."""
+        if other not in self.plans:
+            mine = self.identity.layout
+            plan = reshard(mine, other) if self.sends else reshard(other, mine)
+            if len(self.plans) >= MAX_PLANS:
+                del self.plans[next(iter(self.plans))]
+            self.plans[other] = plan
+        return self.plans[other]
 
     def send(self, link: Link, body: Body) -> None:
         """Send a numbered frame."""
@@ -245,7 +237,7 @@ class Links:
         if self.current.get(link.peer) is link:
             del self.current[link.peer]
         if link.incarnation is not None:
-            self._outbox.do(Disconnect(link.peer, link.incarnation, link.session))
+            self._outbox.do(Disconnect(link.session))
         self._rooms.link_lost(link, Failure.of(code, message or f"lost {link.peer}"))
         self.drop_if_unneeded(link)
 
@@ -273,12 +265,11 @@ class Links:
         self.lose(link, FailureCode.REFUSED, f"{refusal.code}: {refusal.message}")
 
     def disconnected(self, event: Disconnected) -> None:
-        """Handle the proof that nothing is in flight with a peer, or in one session with it."""
-        for link in list(self.by_session.values()):
-            same_peer = (link.peer, link.incarnation) == (event.peer, event.incarnation)
-            if same_peer and event.session in (None, link.session):
-                self.lose(link, FailureCode.PEER_GONE)
-                self.gone(link)
+        """Handle the proof that nothing is in flight in a session."""
+        link = self.by_session.get(event.session)
+        if link is not None:
+            self.lose(link, FailureCode.PEER_GONE)
+            self.gone(link)
 
     def gone(self, link: Link) -> None:
         """Remove a lost link, with the proof that nothing of its session is in flight."""
@@ -306,27 +297,21 @@ class Links:
             heartbeat_s *= 1 - EARLY_BEAT
         for link in list(self.by_session.values()):
             if link.state is LinkState.GREETING:
-                self._tick_greeting(link)
+                if now >= link.begun_at + self.config.handshake_s:
+                    self.lose(link, FailureCode.UNREACHABLE, f"{link.peer} does not answer")
             elif link.state is LinkState.UP and now >= link.heard_at + self.config.silence_s:
                 self.lose(link, FailureCode.PEER_SILENT, f"nothing heard from {link.peer}")
             elif link.state is LinkState.UP and now >= link.sent_at + heartbeat_s:
                 self.send(link, Heartbeat())
 
-    def _tick_greeting(self, link: Link) -> None:
-        if self._outbox.now >= link.begun_at + self.config.handshake_s:
-            self.lose(link, FailureCode.UNREACHABLE, f"{link.peer} does not answer")
-
     def timers(self) -> Iterator[float]:
         """Yield the times at which links need a tick."""
         for link in self.by_session.values():
             if link.state is LinkState.GREETING:
-                yield self._greeting_timer(link)
+                yield link.begun_at + self.config.handshake_s
             elif link.state is LinkState.UP:
                 yield link.heard_at + self.config.silence_s
                 yield link.sent_at + self.config.heartbeat_s
-
-    def _greeting_timer(self, link: Link) -> float:
-        return link.begun_at + self.config.handshake_s
 
     def check(self) -> None:
         """Check the keys of all links, and that no lost link is current."""

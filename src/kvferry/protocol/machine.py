@@ -9,7 +9,6 @@ Sans-IO: a machine has no clock, randomness or thread. One owner calls ``handle`
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from math import inf
@@ -31,7 +30,7 @@ from kvferry.protocol.events import (
 )
 from kvferry.protocol.inbound import TargetRoom
 from kvferry.protocol.links import Identity, Link, Links
-from kvferry.protocol.messages import Body, Heartbeat
+from kvferry.protocol.messages import Body, Heartbeat, Refuse
 from kvferry.protocol.outbound import SourceRoom
 from kvferry.protocol.outcome import Failure, FailureCode, Status
 from kvferry.protocol.states import LinkState
@@ -51,6 +50,8 @@ class Machine(ABC):
         self.layout = identity.layout
         self.config = config
         self.outbox = Outbox()
+        # Counters over the machine's lifetime.
+        self.counts = self.outbox.counts
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Run one step and return its actions. A step that raises ``Misuse`` changes nothing."""
@@ -101,11 +102,6 @@ class Machine(ABC):
             return Failure.of(FailureCode.QUARANTINE_FULL, text)
         return None
 
-    @property
-    def counts(self) -> Counter[str]:
-        """Counters over the machine's lifetime."""
-        return self.outbox.counts
-
     def _on_event(self, event: Event) -> None:
         """Handle an event that both machines have; subclasses handle their own first."""
         match event:
@@ -124,8 +120,11 @@ class Machine(ABC):
                 raise Misuse(f"{type(self).__name__} does not handle {type(event).__name__}")
 
     def _on_message(self, link: Link, body: Body) -> None:
-        """Count a message that needs no action; subclasses handle their own first."""
-        self.counts["heartbeats" if isinstance(body, Heartbeat) else "misdirected"] += 1
+        """Handle a message that both machines receive; subclasses handle their own first."""
+        if isinstance(body, Refuse):
+            self.peers.refused(link, body)
+        else:
+            self.counts["heartbeats" if isinstance(body, Heartbeat) else "misdirected"] += 1
 
     @abstractmethod
     def _settle(self) -> None:

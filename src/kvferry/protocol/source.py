@@ -43,7 +43,6 @@ from kvferry.protocol.messages import (
     Complete,
     Grant,
     Offer,
-    Refuse,
     RoomMessage,
     StatusPoll,
 )
@@ -131,8 +130,6 @@ class SourceMachine(Machine):
                 self.outbounds.status_polled(link, body)
             case Abort():
                 self._on_abort(link, body)
-            case Refuse():
-                self.peers.refused(link, body)
             case _:
                 super()._on_message(link, body)
 

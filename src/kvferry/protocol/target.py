@@ -45,7 +45,6 @@ from kvferry.protocol.messages import (
     Drained,
     Grant,
     Heartbeat,
-    Refuse,
     Staging,
     Want,
     Welcome,
@@ -120,22 +119,20 @@ class TargetMachine(Machine):
             case Close():
                 self._on_close(link, body)
             case Accept():
-                found = self.inbounds.find(link, body)
-                if found:
-                    found[1].answered()
+                inbound = self.inbounds.find(link, body)
+                if inbound:
+                    inbound.answered()
             case Want():
                 self._on_want(link, body)
             case Abort():
-                found = self.inbounds.find(link, body)
-                if found:
-                    self._fail(found[0], body.failure)
+                inbound = self.inbounds.find(link, body)
+                if inbound:
+                    self._fail(inbound.room, body.failure)
             case Drained():
                 self._on_drained(link, body)
             case Welcome():
                 if self.peers.welcomed(link, body):
                     self._link_up(link)
-            case Refuse():
-                self.peers.refused(link, body)
             case _:
                 super()._on_message(link, body)
 
@@ -149,28 +146,27 @@ class TargetMachine(Machine):
             self.outbox.do(Report(event.room, failure))
             self.outbox.do(Release(event.room))
             return
-        plan = self.peers.plans.plan_with(event.prefill.layout)
+        plan = self.peers.plan_with(event.prefill.layout)
         self._generations += 1
         room = TargetRoom(
             wanted.room,
             wanted,
             generation=Generation(self._generations),
             plan=plan,
-            deadline=wanted.deadline,
             ledger=self._new_ledger(plan, self.me.rank, wanted.request, wanted.digest),
         )
         self.rooms[room.name] = room
         for source in plan.contacts(self.me.rank):
             link = self.peers.link_to(Peer(event.prefill.name, source), plan)
-            room.inbounds[source] = InboundTransfer(source, link, self.outbox.now)
+            room.inbounds[source] = InboundTransfer(room, source, link, self.outbox.now)
             if link.state is LinkState.UP:
-                self.inbounds.offer(room, room.inbounds[source])
+                self.inbounds.offer(room.inbounds[source])
 
     def _on_decline(self, event: Decline) -> None:
         if event.room in self.rooms:
             raise Misuse(f"room {event.room!r} is being received; abort it instead")
         try:
-            plan = self.peers.plans.plan_with(event.prefill.layout)
+            plan = self.peers.plan_with(event.prefill.layout)
         except Refused:
             # This instance can't send anything to this target.
             return
@@ -190,35 +186,34 @@ class TargetMachine(Machine):
     def _link_up(self, link: Link) -> None:
         """Send the offers that waited for the link."""
         before = link.seq_out
-        for room, inbound in self.inbounds.of(link):
+        for inbound in self.inbounds.of(link):
             if inbound.state is InboundState.CONNECTING:
-                self.inbounds.offer(room, inbound)
+                self.inbounds.offer(inbound)
         self._send_declines()
         if link.seq_out == before:
             # The source waits for a first frame with the complete session id.
             self.peers.send(link, Heartbeat())
 
     def _on_want(self, link: Link, body: Want) -> None:
-        found = self.inbounds.find(link, body)
-        if not found or found[0].failure:
-            return
-        room, inbound = found
-        inbound.answered()
-        self.credits.want((room.name, inbound.source), body.total, len(room.inbounds))
-        self._send_grant(room, inbound)
+        inbound = self.inbounds.find(link, body)
+        if inbound and not inbound.room.failure:
+            inbound.answered()
+            self.credits.want(inbound.account, body.total, len(inbound.room.inbounds))
+            self._send_grant(inbound)
 
-    def _send_grant(self, room: TargetRoom, inbound: InboundTransfer) -> None:
-        outstanding = self.credits.outstanding((room.name, inbound.source))
+    def _send_grant(self, inbound: InboundTransfer) -> None:
+        outstanding = self.credits.outstanding(inbound.account)
         promised = tuple(Credit(serial, slot) for serial, slot in outstanding.items())
         if promised:
+            room = inbound.room
             self.peers.send(inbound.link, Grant(room.name, room.generation, promised[:MAX_CREDITS]))
 
     def _on_arrived(self, link: Link, body: Arrived) -> None:
-        found = self.inbounds.find(link, body)
-        if not found or found[0].failure:
+        inbound = self.inbounds.find(link, body)
+        if not inbound or inbound.room.failure:
             return
-        room, inbound = found
-        if not room.owes(inbound, body, self.me.rank, self.staging.slot_bytes):
+        room = inbound.room
+        if not inbound.owes(body, self.me.rank, self.staging.slot_bytes):
             text = f"{link.peer} sent what it does not owe, or more than a slot holds"
             self._fail(room, Failure.of(FailureCode.BAD_NOTE, text))
             return
@@ -227,9 +222,9 @@ class TargetMachine(Machine):
             room.ledger.add_all(inbound.source, body.blocks)
             self._end_if_possible(room)
             return
-        slot = self.credits.use((room.name, inbound.source), body.serial)
+        slot = self.credits.use(inbound.account, body.serial)
         if slot is not None:
-            self.scatters.begin(room, inbound, body.blocks, slot, body.serial)
+            self.scatters.begin(inbound, body, slot)
             self._end_if_possible(room)
 
     def _on_scattered(self, op: Op) -> None:
@@ -240,12 +235,12 @@ class TargetMachine(Machine):
             self._end_if_possible(done.room)
 
     def _on_close(self, link: Link, body: Close) -> None:
-        found = self.inbounds.find(link, body)
-        if found is None:
+        inbound = self.inbounds.find(link, body)
+        if inbound is None:
             # The room has ended here and its Complete was lost.
             self.peers.send(link, Complete(body.room, body.generation))
             return
-        room, inbound = found
+        room = inbound.room
         if room.failure or inbound.state is InboundState.QUIET:
             return
         problem = room.ledger.problem(body)
@@ -264,15 +259,14 @@ class TargetMachine(Machine):
         self._end_if_possible(room)
 
     def _on_drained(self, link: Link, body: Drained) -> None:
-        found = self.inbounds.find(link, body)
-        if not found:
+        inbound = self.inbounds.find(link, body)
+        if not inbound:
             self.declines.answered(link, body.room, body.generation)
             return
-        room, inbound = found
         if body.heard >= inbound.offer_seq:
             # The source has received the latest Offer, so no other can reach it.
-            self._mark_quiet(room, inbound)
-        self._fail(room, body.failure)
+            self._mark_quiet(inbound)
+        self._fail(inbound.room, body.failure)
 
     def _fail(self, room: TargetRoom, failure: Failure) -> None:
         """Report the failure, tell every source, and wait for their proof."""
@@ -280,24 +274,22 @@ class TargetMachine(Machine):
             room.failure = failure
             self.outbox.do(Report(room.name, failure, room.unusable()))
             for inbound in room.inbounds.values():
-                if (
-                    inbound.state is InboundState.CONNECTING
-                    and inbound.link.state is LinkState.GREETING
-                ):
+                link = inbound.link
+                if inbound.state is InboundState.CONNECTING and link.state is LinkState.GREETING:
                     # The source has no offer: abort the room there once the link is up.
-                    self.declines.add(Declined(inbound.link, room.name, room.generation, failure))
+                    self.declines.add(Declined(link, room.name, room.generation, failure))
                 inbound.step(InboundStep.FAIL)
-                if inbound.link.state is LinkState.GONE:
-                    self._mark_quiet(room, inbound)
+                if link.state is LinkState.GONE:
+                    self._mark_quiet(inbound)
                 elif inbound.state is InboundState.DRAINING:
-                    self.inbounds.abort(room, inbound)
-                self.credits.stop((room.name, inbound.source))
+                    self.inbounds.abort(inbound)
+                self.credits.stop(inbound.account)
         self._end_if_possible(room)
 
-    def _mark_quiet(self, room: TargetRoom, inbound: InboundTransfer) -> None:
+    def _mark_quiet(self, inbound: InboundTransfer) -> None:
         """Record the proof that a source writes nothing more for a room."""
         inbound.step(InboundStep.QUIET)
-        self.credits.settle((room.name, inbound.source))
+        self.credits.settle(inbound.account)
 
     def _end_if_possible(self, room: TargetRoom) -> None:
         """End a room that is complete, or that has failed and is provably not written any more."""
@@ -312,7 +304,7 @@ class TargetMachine(Machine):
         elif not self.inbounds.is_quiet(room):
             return
         for inbound in room.inbounds.values():
-            self.credits.settle((room.name, inbound.source))
+            self.credits.settle(inbound.account)
         del self.rooms[room.name]
         for inbound in room.inbounds.values():
             self.peers.drop_if_unneeded(inbound.link)
@@ -321,42 +313,41 @@ class TargetMachine(Machine):
     def link_lost(self, link: Link, failure: Failure) -> None:
         """Fail the rooms to which a lost source still owes something."""
         self.declines.lost(link)
-        for room, inbound in self.inbounds.of(link):
-            # A source that has closed and delivered everything may leave.
-            if inbound.state is not InboundState.CLOSED or room.ledger.missing(inbound.source):
-                self._fail(room, failure)
+        for inbound in self.inbounds.of(link):
+            # A source that has delivered everything may leave.
+            if not inbound.has_delivered:
+                self._fail(inbound.room, failure)
 
     def link_gone(self, link: Link) -> None:
         """End the failed rooms that waited for proof from this source."""
-        for room, inbound in self.inbounds.of(link):
-            if room.failure:
-                self._mark_quiet(room, inbound)
-                self._end_if_possible(room)
+        for inbound in self.inbounds.of(link):
+            if inbound.room.failure:
+                self._mark_quiet(inbound)
+                self._end_if_possible(inbound.room)
 
     def link_needed(self, link: Link) -> bool:
         """Whether a room still waits for this source."""
-        return any(inbound.state is not InboundState.QUIET for _, inbound in self.inbounds.of(link))
+        return any(inbound.state is not InboundState.QUIET for inbound in self.inbounds.of(link))
 
     def _settle(self) -> None:
         for name, source in self.credits.grant():
-            room = self.rooms[name]
-            self._send_grant(room, room.inbounds[source])
+            self._send_grant(self.rooms[name].inbounds[source])
 
     def _on_tick(self) -> None:
         self._send_declines()
         for room in list(self.rooms.values()):
-            if room.failure is None and self.outbox.now >= room.deadline:
+            if room.failure is None and self.outbox.now >= room.wanted.deadline:
                 self._fail(room, room.expired())
             for inbound in room.inbounds.values():
                 if self.outbox.now >= self.inbounds.repeat_at(inbound):
-                    serials = tuple(self.credits.outstanding((room.name, inbound.source)))
-                    self.inbounds.repeat(room, inbound, serials)
+                    serials = tuple(self.credits.outstanding(inbound.account))
+                    self.inbounds.repeat(inbound, serials)
 
     def _timers(self) -> Iterable[float]:
         yield from self.declines.timers(self.config.resend_s)
         for room in self.rooms.values():
             if room.failure is None:
-                yield room.deadline
+                yield room.wanted.deadline
             yield from map(self.inbounds.repeat_at, room.inbounds.values())
 
     def check(self) -> None:

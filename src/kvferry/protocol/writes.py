@@ -19,11 +19,7 @@ from kvferry.protocol.cutting import cut_to_slots, join_layers
 from kvferry.protocol.events import Choose, Chosen, Finish, Outbox, Prepare, Push, Write
 from kvferry.protocol.links import Links
 from kvferry.protocol.messages import Credit, Want
-from kvferry.protocol.outbound import (
-    MAX_BLOCKS_PER_WRITE,
-    ActiveWrite,
-    OutboundTransfer,
-)
+from kvferry.protocol.outbound import MAX_BLOCKS_PER_WRITE, ActiveWrite, OutboundTransfer
 from kvferry.protocol.slots import EarlyGather, InFlight
 from kvferry.protocol.states import OutboundState
 

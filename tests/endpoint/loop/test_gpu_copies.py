@@ -17,7 +17,9 @@ from kvferry.plan.bind import Binding
 
 def results_of(jobs: Iterable[CopyJob]) -> list[tuple[int, str]]:
     """Return number and problem of each finished job."""
-    return [(job.op, job.problem if isinstance(job, ScatterJob) else job.detail) for job in jobs]
+    return [
+        (job.action.op, job.problem if isinstance(job, ScatterJob) else job.detail) for job in jobs
+    ]
 
 
 class Launched:
@@ -87,7 +89,7 @@ def test_early_gathers_are_postponed_while_urgent() -> None:
     assert [count for count, _ in gpu.launches] == [2, 1]
     for _, launched in gpu.launches:
         launched.over = True
-    assert [news.op for news in copies.finished()] == [2, 3, 1]
+    assert [news.action.op for news in copies.finished()] == [2, 3, 1]
 
 
 def test_idle_work_is_done_once_while_nothing_runs() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import openai
 import pytest
+from documented import BLOCKS
 from reference.driving import PROMPTS, ask, engine_of
 from reference.working import (
     MODEL,
@@ -31,6 +32,7 @@ from kvferry.reference.models.tiny import TinyKind
 
 Models = dict[TinyKind, Path]
 
+SERVING = "docs/serving.md", "python"
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 
 
@@ -97,6 +99,17 @@ def test_a_chat_whole_and_streamed(client: openai.OpenAI, engine: Engine) -> Non
     assert parts[-1].choices[0].finish_reason == str(alone.finish)
     assert {part.object for part in parts} == {"chat.completion.chunk"}
     assert len({part.id for part in parts}) == 1
+
+
+def test_the_serving_pages_example_runs(worker: Worker, capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = [one.text for one in BLOCKS if (one.page, one.language) == SERVING]
+    for shown, here in (("http://127.0.0.1:8000", worker.url), ("SmolLM2-135M-Instruct", MODEL)):
+        assert code.count(shown) == 1
+        code = code.replace(shown, here)
+    namespace: dict[str, Any] = {}
+    exec(code, namespace)
+    namespace["client"].close()
+    assert capsys.readouterr().out
 
 
 def test_chat_has_a_length_of_its_own(client: openai.OpenAI) -> None:

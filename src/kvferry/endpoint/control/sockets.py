@@ -160,11 +160,7 @@ class ControlServer(_ControlSocket):
     """
 
     def __init__(
-        self,
-        host: str,
-        port: int = 0,
-        key: ClusterKey | None = None,
-        silence_s: float = SILENCE_S,
+        self, host: str, port: int = 0, key: ClusterKey | None = None, silence_s: float = SILENCE_S
     ) -> None:
         bound_to = checked_bind_address(host, port, key)
         self._key = key

@@ -202,10 +202,12 @@ class Channel(ABC, Generic[R]):
     def send(self, peer: Peer, envelope: Envelope) -> None:
         """Queue a frame, which is sent at the end of this turn or before. It may be lost."""
         try:
-            self._queue(peer, envelope)
-            self._num_waiting += 1
-            if self._num_waiting >= MAX_WAITING:
-                self.flush()
+            route = self._route_to(peer, envelope.session)
+            if route is not None:
+                frame = encode(envelope)
+                self._outboxes.setdefault(route, []).append(frame)
+                self._num_waiting += 1
+                self.observer.frame_out(peer, envelope)
         except KvferryError as error:
             # A frame that cannot be encoded fails its own room only.
             log.warning("unsendable endpoint=%s peer=%s error=%s", self.me, peer, error)
@@ -213,17 +215,8 @@ class Channel(ABC, Generic[R]):
             if isinstance(envelope.body, RoomMessage):
                 room: Room = envelope.body.room
                 self.answer(Cancel(room))
-
-    def _queue(self, peer: Peer, envelope: Envelope) -> None:
-        route = self._route_to(peer, envelope.session)
-        if route is None:
-            return
-        frame = encode(envelope)
-        frames = self._outboxes.get(route)
-        if frames is None:
-            frames = self._outboxes[route] = []
-        frames.append(frame)
-        self.observer.frame_out(peer, envelope)
+        if self._num_waiting >= MAX_WAITING:
+            self.flush()
 
     def _unbundle(self, message: bytes) -> list[bytes]:
         frames = unbundle(message)

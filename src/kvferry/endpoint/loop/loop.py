@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from math import inf
 
@@ -155,9 +156,11 @@ class EndpointLoop:
         """Yield the events of other threads and peers, and dispatch items that are no events.
 
         The inbox is drained again after the frames: what an engine's callback asks for at the end
-        of a room then leaves with the frames about that end.
+        of a room then leaves with the frames about that end. It is drained only once more, so that
+        an engine that answers each end with a room can't starve the rest of the turn.
         """
-        for item in chain(self.inbox.drain(), self._channel.receive(ready), self._drain_again()):
+        drain, receive = self.inbox.drain, partial(self._channel.receive, ready)
+        for item in chain.from_iterable(take() for take in (drain, receive, drain)):
             if isinstance(item, Event):
                 if isinstance(item, Received) and isinstance(item.envelope.body, Heartbeat):
                     self.clocks.handle(item.envelope, item.envelope.body)
@@ -165,11 +168,6 @@ class EndpointLoop:
                 self.rooms.refresh(item, self.runner.machine.status)
             else:
                 self._dispatch(item)
-
-    def _drain_again(self) -> Iterator[object]:
-        """Drain the inbox once, so that an engine that answers each end with a room can't starve
-        the rest of the turn."""
-        yield from self.inbox.drain()
 
     def _wakeup(self, now: float) -> float:
         """Return when the next turn is due if nothing arrives."""

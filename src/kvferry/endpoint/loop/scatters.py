@@ -105,14 +105,13 @@ class StagedScatters:
             log.error("scatter-failed room=%r error=%r", room, job.problem)
             failure = Failure.of(FailureCode.TRANSPORT, f"a scatter failed: {job.problem}")
             self.answer(Cancel(room, failure))
-        self.answer(Scattered(job.op))
+        self.answer(Scattered(job.action.op))
 
     def connect(self, action: Connect) -> None:
         """Note that a source writes here, by the transport that it chose."""
         (offer,) = action.transports
         log.info(
-            "written-by endpoint=%s peer=%s transport=%s",
-            *(self.setup.me, action.peer, offer.name),
+            "written-by endpoint=%s peer=%s transport=%s", *(self.setup.me, action.peer, offer.name)
         )
         self.observer.link_up(action.peer, offer.name)
         self.transport_thread.accept_writes(action.session, offer.name)

@@ -239,8 +239,13 @@ class TargetSide(LoopSide):
         This comes before any room opens, because an offer to a dead incarnation would fail it.
         """
         lives = {Peer(view.name, one.rank): one.incarnation for one in view.ranks} if view else {}
+
+        def is_unlisted(link: Link) -> bool:
+            former = link.peer not in lives or lives[link.peer] not in (None, link.incarnation)
+            return link.peer.instance == name and former
+
         # Discovery no longer lists these incarnations, so they may be dead.
-        self.runner.probe_links(lambda link: link.peer.instance == name and _differs(link, lives))
+        self.runner.probe_links(is_unlisted)
         for peer, incarnation in lives.items():
             if incarnation is not None:
                 self.step(PeerRestarted(peer, incarnation))
@@ -291,8 +296,3 @@ class TargetSide(LoopSide):
     def num_free_slots(self) -> int:
         """Number of slots that no source may write into."""
         return len(self.runner.machine.credits.free)
-
-
-def _differs(link: Link, lives: dict[Peer, int | None]) -> bool:
-    """Return whether a view lacks a link's peer or has another incarnation of it."""
-    return link.peer not in lives or lives[link.peer] not in (None, link.incarnation)

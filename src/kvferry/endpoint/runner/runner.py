@@ -48,14 +48,7 @@ from kvferry.protocol.events import (
 )
 from kvferry.protocol.links import Link
 from kvferry.protocol.machine import Machine
-from kvferry.protocol.messages import (
-    MAX_BLOCKS,
-    Accept,
-    Arrived,
-    Close,
-    Envelope,
-    RoomMessage,
-)
+from kvferry.protocol.messages import MAX_BLOCKS, Accept, Arrived, Close, Envelope, RoomMessage
 from kvferry.protocol.source import SourceMachine
 from kvferry.protocol.target import TargetMachine
 
@@ -82,11 +75,18 @@ class ControlPort(Protocol):
         """Send a frame. It may be lost."""
 
 
-class SourceDataPort(Protocol):
-    """Writes into targets' memory. Answers each write and each gather once (``WriteEnded``)."""
+class DataPort(Protocol):
+    """Sessions in which memory is written."""
 
     def connect(self, action: Connect) -> None:
-        """Connect to a target's memory."""
+        """Connect to a target's memory. At a target: note that a source writes here."""
+
+    def forget(self, session: Session) -> None:
+        """Release the resources of a session in which nothing is written any more."""
+
+
+class SourceDataPort(DataPort, Protocol):
+    """Writes into targets' memory. Answers each write and each gather once (``WriteEnded``)."""
 
     def choose(self, action: Choose) -> None:
         """Answer with ``Chosen`` which blocks go through staging."""
@@ -106,21 +106,12 @@ class SourceDataPort(Protocol):
     def cut(self, session: Session) -> None:
         """Fail writes of a session that have not started, and all later ones."""
 
-    def forget(self, session: Session) -> None:
-        """Release the resources of a session that has no write in flight."""
 
-
-class TargetDataPort(Protocol):
+class TargetDataPort(DataPort, Protocol):
     """Local memory that sources write into."""
-
-    def connect(self, action: Connect) -> None:
-        """Note that a source writes here."""
 
     def scatter(self, action: Scatter) -> None:
         """Copy a slot into its pages, and answer ``Scattered``."""
-
-    def forget(self, session: Session) -> None:
-        """Release the resources of a session whose source writes nothing here any more."""
 
 
 class PeersPort(Protocol):
@@ -146,31 +137,26 @@ class RoomsPort(Protocol):
         """Report that the engine may reuse a room's memory."""
 
 
-class SourcePorts(NamedTuple):
-    """Ports of a source machine."""
+D = TypeVar("D", bound=DataPort)
+
+
+class Ports(NamedTuple, Generic[D]):
+    """Ports of a machine."""
 
     control: ControlPort
-    data: SourceDataPort
+    data: D
     peers: PeersPort
     rooms: RoomsPort
 
 
-class TargetPorts(NamedTuple):
-    """Ports of a target machine."""
-
-    control: ControlPort
-    data: TargetDataPort
-    peers: PeersPort
-    rooms: RoomsPort
+SourcePorts = Ports[SourceDataPort]
+TargetPorts = Ports[TargetDataPort]
 
 
-P = TypeVar("P", bound=SourcePorts | TargetPorts)
-
-
-class MachineRunner(Generic[M, P]):
+class MachineRunner(Generic[M, D]):
     """Runs one machine. Called by one thread."""
 
-    def __init__(self, machine: M, ports: P, sessions: Sessions | None = None) -> None:
+    def __init__(self, machine: M, ports: Ports[D], sessions: Sessions | None = None) -> None:
         self.machine = machine
         self.ports = ports
         self.sessions = Sessions(exposed=machine.exposed) if sessions is None else sessions
@@ -313,7 +299,7 @@ class MachineRunner(Generic[M, P]):
         """Tell the machine which sessions are proven over, and drop those it has forgotten."""
         proven, dropped = self.sessions.settle()
         for record in proven:
-            self._events.append(Disconnected(record.peer, record.incarnation, record.session))
+            self._events.append(Disconnected(record.session))
         for record in dropped:
             self.ports.data.forget(record.session)
         for record in (*proven, *dropped):
@@ -333,7 +319,7 @@ class MachineRunner(Generic[M, P]):
         return not self._held
 
 
-class SourceRunner(MachineRunner[SourceMachine, SourcePorts]):
+class SourceRunner(MachineRunner[SourceMachine, SourceDataPort]):
     """Runner of a source: tracks its writes, and sends the note of each after its data."""
 
     def __init__(
@@ -417,7 +403,7 @@ class SourceRunner(MachineRunner[SourceMachine, SourcePorts]):
             self._discard(op)
 
 
-class TargetRunner(MachineRunner[TargetMachine, TargetPorts]):
+class TargetRunner(MachineRunner[TargetMachine, TargetDataPort]):
     """Runner of a target, which starts no writes."""
 
     def _perform(self, action: Action) -> None:

@@ -18,17 +18,17 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvferry.endpoint.runner.runner import SourcePorts, TargetPorts
+from kvferry.endpoint.runner.runner import Ports
 from kvferry.plan.plan import Plan
 
 T = TypeVar("T")
 
 _SHARED = (
     *(int, float, str, bytes, type(None), Enum, msgspec.Struct, Plan, FunctionType, type),
-    *(SourcePorts, TargetPorts),
+    Ports,
 )
 _IRRELEVANT = frozenset(
-    {"counts", "by_layout", "actions", "ports", "_now", "_tick_at", "_shortest_timer_s"}
+    {"counts", "plans", "actions", "ports", "_now", "_tick_at", "_shortest_timer_s"}
 )
 
 

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from kvferry.ids import Peer, Serial, SlotIndex
 from kvferry.layout.spec import CacheSpec, StateRow
-from kvferry.plan.plan import Block, Plan, Request
+from kvferry.plan.plan import Plan, Request
 from kvferry.protocol.admission import SourceAdmission
 from kvferry.protocol.credits import AccountKey, CreditBook
 from kvferry.protocol.declines import Declined, Declines
@@ -33,6 +33,7 @@ from kvferry.protocol.ledger import Ledger
 from kvferry.protocol.links import Link
 from kvferry.protocol.messages import (
     Abort,
+    Arrived,
     Body,
     Close,
     Drained,
@@ -121,9 +122,9 @@ class CountMessages(Ledger):
 class SharedKey(InboundTransfers):
     """All sources of a room share one key."""
 
-    def find(self, link: Link, body: RoomMessage) -> tuple[TargetRoom, InboundTransfer] | None:
+    def find(self, link: Link, body: RoomMessage) -> InboundTransfer | None:
         found = super().find(link, body)
-        return found and (found[0], found[0].inbounds[min(found[0].inbounds)])
+        return found and found.room.inbounds[min(found.room.inbounds)]
 
 
 @broken_rule(target_part("ledger"), mixed_up=0.3)
@@ -170,16 +171,9 @@ class UncheckedScatters(ActiveScatters):
 class DoneBeforeScatter(ActiveScatters):
     """A staged block counts as arrived before it is scattered."""
 
-    def begin(
-        self,
-        room: TargetRoom,
-        inbound: InboundTransfer,
-        blocks: tuple[Block, ...],
-        slot: SlotIndex,
-        serial: Serial,
-    ) -> None:
-        super().begin(room, inbound, blocks, slot, serial)
-        room.ledger.add_all(inbound.source, blocks)
+    def begin(self, inbound: InboundTransfer, note: Arrived, slot: SlotIndex) -> None:
+        super().begin(inbound, note, slot)
+        inbound.room.ledger.add_all(inbound.source, note.blocks)
 
     def writes(self, room: TargetRoom) -> bool:
         return False

@@ -12,7 +12,13 @@ from typing import Any
 import msgspec
 
 from kvferry.config import ProtocolConfig
-from kvferry.endpoint.runner.runner import SourcePorts, SourceRunner, TargetPorts, TargetRunner
+from kvferry.endpoint.runner.runner import (
+    Ports,
+    SourcePorts,
+    SourceRunner,
+    TargetPorts,
+    TargetRunner,
+)
 from kvferry.endpoint.runner.sessions import Sessions
 from kvferry.ids import Peer, Room
 from kvferry.layout import (
@@ -221,8 +227,9 @@ class SimCluster:
         memory = self._memory(self.prefill, peer.rank, config.local_slots)
         node = SourceNode(self.world, self.wire, peer, memory, self.shape.policy)
         identity = Identity(peer, 1000 + self._lives, self.prefill, MODEL, b"", TRANSPORTS)
-        ports = SourcePorts(node, node, node.peers, node)
-        node.runner = self.machines.new_source(identity, config, ports)
+        node.runner = self.machines.new_source(
+            identity, config, Ports(node, node, node.peers, node)
+        )
         return node
 
     def _target(self, peer: Peer) -> TargetNode:
@@ -234,9 +241,10 @@ class SimCluster:
         prefill = Instance(PREFILL, model, self.prefill)
         node = TargetNode(self.world, self.wire, peer, memory, prefill)
         identity = Identity(peer, 1000 + self._lives, layout, model, b"", TRANSPORTS)
-        ports = TargetPorts(node, node, node.peers, node)
-        config = self.shape.config
-        node.runner = self.machines.new_target(identity, config, memory.pools, staging, ports)
+        config, pools = self.shape.config, memory.pools
+        node.runner = self.machines.new_target(
+            identity, config, pools, staging, Ports(node, node, node.peers, node)
+        )
         node.is_stranger = stranger
         node.on_failure = lambda room: self.cancel_room(peer.instance, room)
         return node

@@ -84,7 +84,7 @@ class _EarlyNotes(PortWrapper):
 @broken_rule(machine("ports"), slow_write=0.3)
 def note_before_data(ports: Any) -> Any:
     """A write's arrival note is sent before its data."""
-    return ports._replace(data=_EarlyNotes(ports)) if isinstance(ports, SourcePorts) else ports
+    return ports._replace(data=_EarlyNotes(ports))
 
 
 # ---------------------------------------------------------------- runners
