@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from kvferry.router.options import BalancePolicy
-from kvferry.router.worker_pool import AnnouncedWorker, Worker, WorkerHealth, WorkerPool, WorkerRole
+from kvferry.router.worker_pool import (
+    REJECTED_S,
+    AnnouncedWorker,
+    Worker,
+    WorkerHealth,
+    WorkerPool,
+    WorkerRole,
+)
 
 LOST_S = 10.0
 
@@ -52,6 +59,17 @@ def test_least_loaded_breaks_ties_in_turn() -> None:
     pool = pool_of(3)
     with pool.workers[0].count_request():
         assert [choose(pool) for _ in range(3)] == ["w1", "w2", "w1"]
+    assert choose(pool) == "w0"
+
+
+def test_a_worker_that_rejects_is_left_out_although_it_is_well() -> None:
+    pool = pool_of(2)
+    first, _ = pool.workers
+    first.leave_out(5.0)
+    for now in (5.0, 4.9 + REJECTED_S):
+        pool.mark_up(first, health(first), now)
+        assert [choose(pool) for _ in range(2)] == ["w1", "w1"]
+    pool.mark_up(first, health(first), 5.0 + REJECTED_S)
     assert choose(pool) == "w0"
 
 
