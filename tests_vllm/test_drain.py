@@ -6,8 +6,10 @@ them, before its endpoints end. The router sends what it rejects to another serv
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -31,7 +33,8 @@ from tests_vllm.servers import (
 from tests_vllm.waiting import eventually, is_idle
 
 ANSWER = 12
-STATES = ("running", "waiting")
+# Tokens of a stream that is still going on when the load has begun and the signal is handled.
+LONG = 200
 # An engine that computes tokens of several prompts at once on a busy machine takes a minute.
 DRAIN_S = 180
 # Long enough for the engine to compute for seconds.
@@ -86,31 +89,22 @@ def prefilled(server: Server, prompt: list[int]) -> Json:
 
 
 def test_prefill_ends_after_its_prompts_were_carried(engines: Engines) -> None:
-    """The terminated prefill computes prompts and holds others; both are carried to decode."""
-    held = [prompt_of(number) for number in range(3)]
-    params = [prefilled(engines.first, prompt) for prompt in held]
-    running = [prompt_of(10 + number) for number in range(4)]
+    """The terminated prefill computes prompts and holds others; all are carried to decode."""
+    prompts = [prompt_of(number) for number in range(3)]
+    params = [prefilled(engines.first, prompt) for prompt in prompts]
     load = Load(engines)
-    with (
-        timed("a prefill with open rooms is terminated"),
-        ThreadPoolExecutor(4) as pool,
-        load.running(engines.first),
-    ):
-        asked = [pool.submit(prefilled, engines.first, prompt) for prompt in running]
-        eventually(
-            # vLLM reports after each step, the first of which takes a second.
-            lambda: sum(metric(engines.first, f"vllm:num_requests_{s}") for s in STATES) >= 2,
-            "prompts are being computed",
-        )
+    with timed("a prefill with open rooms is terminated"), load.running(engines.first):
         load.terminate(engines.first)
-        params += [one.result() for one in asked]
+        load.wait_for_more_answers()
         assert not has_ended(engines.first)
-        prompts = [*held, *running]
-        decoded = pool.map(
-            lambda prompt, own: complete(engines.decode, prompt, ANSWER, kv_transfer_params=own),
-            *(prompts, params),
-        )
-        answers = list(map(token_ids, decoded))
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            decoded = pool.map(
+                lambda prompt, own: complete(
+                    engines.decode, prompt, ANSWER, kv_transfer_params=own
+                ),
+                *(prompts, params),
+            )
+            answers = list(map(token_ids, decoded))
         engines.first.process.wait(DRAIN_S)
     load.check()
     assert answers == [token_ids(complete(engines.last, prompt, ANSWER)) for prompt in prompts]
@@ -118,26 +112,42 @@ def test_prefill_ends_after_its_prompts_were_carried(engines: Engines) -> None:
 
 
 def test_decode_ends_after_it_has_answered(engines: Engines) -> None:
-    prompts = [prompt_of(30 + number) for number in range(4)]
+    """The terminated decode goes on with streams that have begun."""
+    prompts = [prompt_of(30 + number) for number in range(3)]
     params = [prefilled(engines.last, prompt) for prompt in prompts]
-    before = metric(engines.decode, ROOMS_DONE)
     load = Load(engines)
-    with (
-        timed("a decode that receives is terminated"),
-        ThreadPoolExecutor(4) as pool,
-        load.running(engines.decode),
-    ):
-        asked = [
-            pool.submit(complete, engines.decode, prompt, 60, kv_transfer_params=own)
-            for prompt, own in zip(prompts, params, strict=True)
+    with timed("a decode that answers is terminated"), load.running(engines.decode):
+        begun = [
+            Begun(engines.decode, prompt, own) for prompt, own in zip(prompts, params, strict=True)
         ]
-        eventually(lambda: metric(engines.decode, ROOMS_DONE) > before, "it receives")
         load.terminate(engines.decode)
-        answers = [token_ids(one.result()) for one in asked]
+        answers = [stream.rest() for stream in begun]
         engines.decode.process.wait(DRAIN_S)
     load.check()
-    assert answers == [token_ids(complete(engines.last, prompt, 60)) for prompt in prompts]
+    assert answers == [token_ids(complete(engines.last, prompt, LONG)) for prompt in prompts]
     eventually(lambda: is_idle(engines.last), "blocks are released")
+
+
+class Begun:
+    """A stream of which the first event has come."""
+
+    def __init__(self, server: Server, prompt: list[int], params: Json) -> None:
+        body: Json = {"model": "m", "prompt": prompt, "max_tokens": LONG, "temperature": 0}
+        body |= {"stream": True, "return_token_ids": True, "kv_transfer_params": params}
+        request = urllib.request.Request(
+            f"{server.url}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        self._response = urllib.request.urlopen(request)
+        self._first = self._response.readline()
+
+    def rest(self) -> list[int]:
+        """Return the ids of the whole answer."""
+        with self._response as response:
+            lines = [self._first, *response.readlines()]
+        events = [line.removeprefix(b"data: ") for line in lines if line.startswith(b"data: {")]
+        return [token for event in events for token in token_ids(json.loads(event))]
 
 
 def has_ended(server: Server) -> bool:
@@ -156,10 +166,10 @@ def text_of(chunks: list[Json]) -> str:
 CHAT = [{"role": "user", "content": "Name three rivers in Asia."}]
 # What the clients ask for, each again and again.
 REQUESTS: tuple[Callable[[Server], object], ...] = (
-    lambda server: token_ids(complete(server, prompt_of(50, 100), ANSWER)),
+    lambda server: token_ids(complete(server, prompt_of(50, 400), ANSWER)),
     lambda server: token_ids(complete(server, "A ferry is a boat that", ANSWER)),
     lambda server: text_of(stream(server, prompt="A bridge is")),
-    lambda server: text_of(stream(server, prompt=prompt_of(51, 100))),
+    lambda server: text_of(stream(server, prompt=prompt_of(51, 400))),
     lambda server: text_of(stream(server, "chat/completions", messages=CHAT)),
 )
 
@@ -193,8 +203,7 @@ class Load:
                     lambda: metric(server, ROOMS_DONE) >= done + len(REQUESTS), "the load runs"
                 )
                 yield
-                enough = len(self._answers) + 2 * len(REQUESTS)
-                eventually(lambda: len(self._answers) >= enough, "the other server answers")
+                self.wait_for_more_answers()
             finally:
                 self._stopped.set()
             for client in clients:
@@ -215,6 +224,11 @@ class Load:
         """Terminate a server."""
         server.process.terminate()
         self._terminated = time.monotonic()
+
+    def wait_for_more_answers(self) -> None:
+        """Wait until each client has had two more answers or so."""
+        enough = len(self._answers) + 2 * len(REQUESTS)
+        eventually(lambda: len(self._answers) >= enough, "the other server answers")
 
     def check(self) -> None:
         """Check that no request has failed, and that some were open at the signal."""

@@ -73,6 +73,18 @@ def test_a_worker_that_rejects_is_left_out_although_it_is_well() -> None:
     assert choose(pool) == "w0"
 
 
+def test_a_worker_that_rejected_is_used_once_it_has_restarted() -> None:
+    pool = pool_of(1)
+    (worker,) = pool.workers
+    worker.leave_out(5.0)
+    pool.mark_missed(worker, "slow", 6.0, sure=False)
+    pool.mark_up(worker, health(worker), 6.5)
+    assert not worker.up
+    pool.mark_missed(worker, "connection refused", 7.0, sure=True)
+    pool.mark_up(worker, health(worker), 8.0)
+    assert worker.up
+
+
 def test_requests_of_other_clients_are_counted_separately() -> None:
     pool = pool_of(1)
     (worker,) = pool.workers

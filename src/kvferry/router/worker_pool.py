@@ -2,7 +2,7 @@
 
 A worker gets requests while it is *up*: its last health check succeeded, and no request has
 failed since. A worker that stays silent is *lost*, which also fails its requests in flight. A
-worker that has rejected a request is left out for a while, whatever its health checks say.
+worker that has rejected a request is left out for a while, or until it has restarted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvferry.router.options import MAX_MISSES, BalancePolicy
 
 # vLLM's health checks succeed while it shuts down, but it rejects requests. This is how often the
 # router tries again whether such a worker accepts them.
-REJECTED_S = 10.0
+REJECTED_S = 30.0
 
 
 class WorkerRole(StrEnum):
@@ -158,6 +158,9 @@ class WorkerPool:
     def mark_missed(self, worker: Worker, problem: str, now: float, *, sure: bool) -> None:
         """Take a failed health check; ``sure`` means that it was not only slow."""
         worker.misses += 1
+        if sure:
+            # It has ended, and accepts requests when it is well again.
+            worker.left_out_until = float("-inf")
         if sure or worker.misses >= MAX_MISSES:
             worker.mark_down(problem)
         # A worker that is stopping may still finish its requests; a silent one does not.
