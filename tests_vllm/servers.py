@@ -190,15 +190,16 @@ class Deployment:
         in_one = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if tp == 1 else {}
         return self.start(name, command + more.split(), port, **(in_one | variables))
 
-    def router(self, prefills: list[Server], decode: Server, replicas: str = "") -> Server:
+    def router(self, prefills: list[Server], *decodes: Server, replicas: str = "") -> Server:
         """Start kvferry's router; ``replicas`` is the suffix of prefill names."""
         port = later_port()
         command = [sys.executable, "-m", "kvferry", "serve", "router", "--engine", "vllm"]
-        command += ["--port", str(port), "--decode-url", f"{decode.name}={decode.url}"]
+        command += ["--port", str(port)]
         command += [f"--prefill-url={each.name}{replicas}={each.url}" for each in prefills]
+        command += [f"--decode-url={each.name}={each.url}" for each in decodes]
         server = self.start("router", command, port)
         server.wait_until_up("/healthz")
-        names = {decode.name, *(each.name + replicas for each in prefills)}
+        names = {each.name for each in decodes} | {each.name + replicas for each in prefills}
         while {w["name"] for w in ask(server.url + "/healthz")["workers"] if w["up"]} != names:
             time.sleep(0.2)
         return server
@@ -227,6 +228,15 @@ def complete(server: Server, prompt: object, max_tokens: int, **more: object) ->
     """Return a greedy completion with its token ids."""
     body = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
     return ask(server.url + "/v1/completions", body | {"return_token_ids": True} | more)
+
+
+def stream(server: Server, path: str = "completions", **fields: object) -> list[Json]:
+    """Return the chunks of a greedy, streamed answer."""
+    body = {"model": "m", "temperature": 0, "stream": True, "max_tokens": 12} | fields
+    body |= {"stream_options": {"include_usage": True}}
+    events = ask(f"{server.url}/v1/{path}", body)["text"].split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""], events
+    return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
 
 
 def metric(server: Server, name: str) -> float:

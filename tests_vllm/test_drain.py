@@ -1,13 +1,18 @@
 """Ending a server under load with SIGTERM and vLLM's ``--shutdown-timeout``.
 
 The engine answers what it has accepted, and holds the blocks of finished prompts until decode has
-them, before its endpoints end.
+them, before its endpoints end. The router sends what it rejects to another server.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import pytest
@@ -21,44 +26,54 @@ from tests_vllm.servers import (
     complete,
     log,
     metric,
+    stream,
     timed,
     token_ids,
 )
-from tests_vllm.waiting import SOON_S, eventually, is_idle
+from tests_vllm.waiting import eventually, is_idle
 
 ANSWER = 12
-STATES = ("running", "waiting")
-DRAIN_S = 60
+# Tokens of a stream that is still going on when the load has begun and the signal is handled.
+LONG = 200
+# An engine that computes tokens of several prompts at once on a busy machine takes a minute.
+DRAIN_S = 180
 # Long enough for the engine to compute for seconds.
 TOKENS = 1500
+ROOMS_DONE = "vllm:kvferry_rooms_done_total"
 
 
 class Engines(NamedTuple):
-    """Two prefills, of which the first will be ended, and a decode, which will be ended, too."""
+    """Two prefills and two decodes, of which the first ones will be ended, and a router."""
 
     first: Server
     last: Server
     decode: Server
+    other: Server
+    router: Server
 
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[Engines]:
-    with Deployment() as deployment, timed("two prefills and a decode"):
+    with Deployment() as deployment, timed("two prefills, two decodes and a router"):
         servers = [
             deployment.vllm(
                 *(name, plain()),
-                transfer=deployment.connector(
-                    "kv_consumer" if "decode" in name else "kv_producer", name
-                ),
+                transfer=deployment.connector(role, name),
                 cache_bytes=3 * CACHE_BYTES,
                 more=f"--no-enable-prefix-caching --shutdown-timeout {DRAIN_S}",
             )
-            for name in Engines._fields
+            for name, role in (
+                ("first", "kv_producer"),
+                ("last", "kv_producer"),
+                ("decode", "kv_consumer"),
+                ("other", "kv_consumer"),
+            )
         ]
         for server in servers:
             server.wait_until_up()
+        router = deployment.router(servers[:2], *servers[2:])
         log("all are up")
-        yield Engines(*servers)
+        yield Engines._make([*servers, router])
 
 
 def prompt_of(number: int, num_tokens: int = TOKENS) -> list[int]:
@@ -70,55 +85,153 @@ def prefilled(server: Server, prompt: list[int]) -> Json:
     return dict(complete(server, prompt, 1, kv_transfer_params=given)["kv_transfer_params"])
 
 
-def has_ended(server: Server) -> bool:
-    return server.process.poll() is not None
+# ---------------------------------------------------------------- requests to the engines
 
 
 def test_prefill_ends_after_its_prompts_were_carried(engines: Engines) -> None:
-    """The terminated prefill computes prompts and holds others; both are carried to decode."""
-    held = [prompt_of(number) for number in range(3)]
-    params = [prefilled(engines.first, prompt) for prompt in held]
-    running = [prompt_of(10 + number) for number in range(4)]
-    with timed("a prefill with open rooms is terminated"), ThreadPoolExecutor(8) as pool:
-        asked = [pool.submit(prefilled, engines.first, prompt) for prompt in running]
-        eventually(
-            # vLLM reports after each step, the first of which takes a second.
-            lambda: sum(metric(engines.first, f"vllm:num_requests_{s}") for s in STATES) >= 2,
-            "prompts are being computed",
-        )
-        engines.first.process.terminate()
-        other = pool.submit(prefilled, engines.last, prompt_of(20))
-        params += [one.result(SOON_S) for one in asked]
+    """The terminated prefill computes prompts and holds others; all are carried to decode."""
+    prompts = [prompt_of(number) for number in range(3)]
+    params = [prefilled(engines.first, prompt) for prompt in prompts]
+    load = Load(engines)
+    with timed("a prefill with open rooms is terminated"), load.running(engines.first):
+        load.terminate(engines.first)
+        load.wait_for_more_answers()
         assert not has_ended(engines.first)
-        prompts = [*held, *running, prompt_of(20)]
-        params.append(other.result(SOON_S))
-        decoded = pool.map(
-            lambda prompt, own: complete(engines.decode, prompt, ANSWER, kv_transfer_params=own),
-            *(prompts, params),
-        )
-        answers = list(map(token_ids, decoded))
-        engines.first.process.wait(SOON_S)
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            decoded = pool.map(
+                lambda prompt, own: complete(
+                    engines.decode, prompt, ANSWER, kv_transfer_params=own
+                ),
+                *(prompts, params),
+            )
+            answers = list(map(token_ids, decoded))
+        engines.first.process.wait(DRAIN_S)
+    load.check()
     assert answers == [token_ids(complete(engines.last, prompt, ANSWER)) for prompt in prompts]
-    assert metric(engines.decode, "vllm:kvferry_rooms_failed_total") == 0
-    assert metric(engines.decode, "vllm:kvferry_rooms_done_total") == len(prompts)
     eventually(lambda: is_idle(engines.last), "blocks are released")
 
 
 def test_decode_ends_after_it_has_answered(engines: Engines) -> None:
-    prompts = [prompt_of(30 + number) for number in range(4)]
+    """The terminated decode goes on with streams that have begun."""
+    prompts = [prompt_of(30 + number) for number in range(3)]
     params = [prefilled(engines.last, prompt) for prompt in prompts]
-    before = metric(engines.decode, "vllm:kvferry_rooms_done_total")
-    with timed("a decode that receives is terminated"), ThreadPoolExecutor(4) as pool:
-        asked = [
-            pool.submit(complete, engines.decode, prompt, 60, kv_transfer_params=own)
-            for prompt, own in zip(prompts, params, strict=True)
+    load = Load(engines)
+    with timed("a decode that answers is terminated"), load.running(engines.decode):
+        begun = [
+            Begun(engines.decode, prompt, own) for prompt, own in zip(prompts, params, strict=True)
         ]
-        eventually(
-            lambda: metric(engines.decode, "vllm:kvferry_rooms_done_total") > before,
-            "it receives",
-        )
-        engines.decode.process.terminate()
-        answers = [token_ids(one.result(SOON_S)) for one in asked]
-        engines.decode.process.wait(SOON_S)
-    assert answers == [token_ids(complete(engines.last, prompt, 60)) for prompt in prompts]
+        load.terminate(engines.decode)
+        answers = [stream.rest() for stream in begun]
+        engines.decode.process.wait(DRAIN_S)
+    load.check()
+    assert answers == [token_ids(complete(engines.last, prompt, LONG)) for prompt in prompts]
     eventually(lambda: is_idle(engines.last), "blocks are released")
+
+
+class Begun:
+    """A stream of which the first event has come."""
+
+    def __init__(self, server: Server, prompt: list[int], params: Json) -> None:
+        body: Json = {"model": "m", "prompt": prompt, "max_tokens": LONG, "temperature": 0}
+        body |= {"stream": True, "return_token_ids": True, "kv_transfer_params": params}
+        request = urllib.request.Request(
+            f"{server.url}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        self._response = urllib.request.urlopen(request)
+        self._first = self._response.readline()
+
+    def rest(self) -> list[int]:
+        """Return the ids of the whole answer."""
+        with self._response as response:
+            lines = [self._first, *response.readlines()]
+        events = [line.removeprefix(b"data: ") for line in lines if line.startswith(b"data: {")]
+        return [token for event in events for token in token_ids(json.loads(event))]
+
+
+def has_ended(server: Server) -> bool:
+    return server.process.poll() is not None
+
+
+# ---------------------------------------------------------------- requests to the router
+
+
+def text_of(chunks: list[Json]) -> str:
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    texts = [c["text"] if "text" in c else c["delta"].get("content") for c in choices]
+    return "".join(text or "" for text in texts)
+
+
+CHAT = [{"role": "user", "content": "Name three rivers in Asia."}]
+# What the clients ask for, each again and again.
+REQUESTS: tuple[Callable[[Server], object], ...] = (
+    lambda server: token_ids(complete(server, prompt_of(50, 400), ANSWER)),
+    lambda server: token_ids(complete(server, "A ferry is a boat that", ANSWER)),
+    lambda server: text_of(stream(server, prompt="A bridge is")),
+    lambda server: text_of(stream(server, prompt=prompt_of(51, 400))),
+    lambda server: text_of(stream(server, "chat/completions", messages=CHAT)),
+)
+
+
+class Answer(NamedTuple):
+    """An answer of the load: when it was asked for and complete, and why it is wrong."""
+
+    began: float
+    ended: float
+    failure: str | None
+
+
+class Load:
+    """Clients that send one request after another to the router."""
+
+    def __init__(self, engines: Engines) -> None:
+        self._router = engines.router
+        self._wanted = [ask(engines.last) for ask in REQUESTS]
+        self._answers: list[Answer] = []
+        self._terminated = 0.0
+        self._stopped = threading.Event()
+
+    @contextmanager
+    def running(self, server: Server) -> Iterator[None]:
+        """Send requests, so that the server transfers some, until it has ended and beyond."""
+        done = metric(server, ROOMS_DONE)
+        with ThreadPoolExecutor(len(REQUESTS)) as pool:
+            clients = [pool.submit(self._send, place) for place in range(len(REQUESTS))]
+            try:
+                eventually(
+                    lambda: metric(server, ROOMS_DONE) >= done + len(REQUESTS), "the load runs"
+                )
+                yield
+                self.wait_for_more_answers()
+            finally:
+                self._stopped.set()
+            for client in clients:
+                client.result()
+
+    def _send(self, place: int) -> None:
+        while not self._stopped.is_set():
+            began, failure = time.monotonic(), None
+            try:
+                found = REQUESTS[place](self._router)
+                if found != self._wanted[place]:
+                    failure = f"{found} instead of {self._wanted[place]}"
+            except Exception as error:
+                failure = repr(error)
+            self._answers.append(Answer(began, time.monotonic(), failure))
+
+    def terminate(self, server: Server) -> None:
+        """Terminate a server."""
+        server.process.terminate()
+        self._terminated = time.monotonic()
+
+    def wait_for_more_answers(self) -> None:
+        """Wait until each client has had two more answers or so."""
+        enough = len(self._answers) + 2 * len(REQUESTS)
+        eventually(lambda: len(self._answers) >= enough, "the other server answers")
+
+    def check(self) -> None:
+        """Check that no request has failed, and that some were open at the signal."""
+        assert [answer.failure for answer in self._answers if answer.failure] == []
+        assert any(each.began < self._terminated < each.ended for each in self._answers)
+        log(f"{len(self._answers)} requests through the router were answered")

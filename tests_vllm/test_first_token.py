@@ -5,15 +5,13 @@ Each answer is compared with the stream of one engine that computes the whole re
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
 
 from tests_vllm.models import plain
-from tests_vllm.servers import Deployment, Json, Server, log, metric, timed
+from tests_vllm.servers import Deployment, Json, Server, log, metric, stream, timed
 from tests_vllm.waiting import eventually, is_idle
 
 EARLY = "kvferry_router_first_tokens_from_prefill_total"
@@ -50,20 +48,6 @@ def engines() -> Iterator[Engines]:
             server.wait_until_up()
         prefill, decode = servers
         yield Engines(prefill, decode, deployment.router([prefill], decode))
-
-
-def stream(server: Server, path: str = "completions", **fields: Any) -> list[Json]:
-    """Return the chunks of a streamed answer."""
-    body = {"model": "m", "temperature": 0, "stream": True, "max_tokens": 12} | fields
-    body |= {"stream_options": {"include_usage": True}}
-    data = json.dumps(body).encode()
-    request = urllib.request.Request(
-        f"{server.url}/v1/{path}", data, {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request) as response:
-        events = response.read().decode().split("\n\n")
-    assert events[-2:] == ["data: [DONE]", ""]
-    return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
 
 
 def essence(chunks: list[Json]) -> Json:

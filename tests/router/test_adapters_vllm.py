@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -11,7 +13,7 @@ import msgspec
 import pytest
 from aiohttp import web
 from limited import bounded
-from router.fakes import MODEL, FakeWorker, Site, Wire, completion, refusal
+from router.fakes import MODEL, STREAM, FakeWorker, Site, Wire, chunk, completion, refusal
 
 from kvferry import InputError
 from kvferry.router.adapters import REPLICA_HEADER, VllmAdapter
@@ -126,28 +128,80 @@ async def loses(worker: FakeWorker, request: web.Request, body: Any) -> web.Stre
     return response
 
 
+def chat_chunk(finish_reason: str | None, **delta: str) -> bytes:
+    choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
+    return b"data: " + json.dumps({"id": "c", "choices": [choice]}).encode() + b"\n\n"
+
+
+async def streams(request: web.Request, *events: bytes) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for event in (*events, b"data: [DONE]\n\n"):
+        await response.write(event)
+        # Let the router read each event by itself.
+        await asyncio.sleep(0.01)
+    return response
+
+
+async def aborts(worker: FakeWorker, request: web.Request, body: Any) -> web.StreamResponse:
+    """Answer as vLLM does while it shuts down."""
+    if not body.get("stream"):
+        choice = {"index": 0, "text": "", "finish_reason": "abort"}
+        return web.json_response(completion("") | {"choices": [choice]})
+    if "messages" in body:
+        begin = chat_chunk(None, role="assistant", content="")
+        return await streams(request, begin, chat_chunk("abort", content=""))
+    return await streams(request, chunk("").replace(b"null", b'"abort"'))
+
+
+async def has_no_tokenizer(
+    worker: FakeWorker, request: web.Request, body: Any
+) -> web.StreamResponse:
+    return refusal(500, None, "cannot schedule new futures after shutdown")
+
+
+async def computes_or_streams(
+    worker: FakeWorker, request: web.Request, body: Any
+) -> web.StreamResponse:
+    answer = await computes(worker, request, body)
+    if not body.get("stream"):
+        return answer
+    if "messages" in body:
+        begin = chat_chunk(None, role="assistant", content="")
+        return await streams(request, begin, chat_chunk("stop", content="abort"))
+    return await streams(request, STREAM.removesuffix(b"data: [DONE]\n\n"))
+
+
+@asynccontextmanager
+async def vllm_site(*workers: FakeVllm) -> AsyncIterator[Site]:
+    """A router in front of these workers, which it sees."""
+    for worker in workers:
+        await worker.start()
+    urls = {
+        f"{role}_urls": [f"{w.name}={w.url}" for w in workers if w.role == role]
+        for role in ("prefill", "decode")
+    }
+    options = msgspec.convert({"port": 0, "poll_s": 0.05, "engine": "vllm"} | urls, RouterOptions)
+    try:
+        async with serving(options) as url, aiohttp.ClientSession() as http:
+            here = Site(url, {worker.name: worker for worker in workers}, http)
+            await here.until_up(*here.workers)
+            yield here
+            await here.until_idle()
+    finally:
+        for worker in workers:
+            await worker.stop()
+        await asyncio.sleep(0.05)
+
+
 async def asked(
     act: Any, *bodies: dict[str, Any], name: str = "p", prefills: Any = computes
 ) -> tuple[list[Any], list[FakeVllm]]:
     """The answers to some bodies, and the two workers that were there."""
     wire = Wire()
     workers = [FakeVllm("prefill", name, wire, prefills), FakeVllm("decode", "d", wire, act)]
-    for worker in workers:
-        await worker.start()
-    fields = {"port": 0, "poll_s": 0.05, "engine": "vllm"}
-    fields |= {"prefill_urls": [f"{name}={workers[0].url}"], "decode_urls": [f"d={workers[1].url}"]}
-    try:
-        options = msgspec.convert(fields, RouterOptions)
-        async with serving(options) as url, aiohttp.ClientSession() as http:
-            here = Site(url, {}, http)
-            await here.until_up(name, "d")
-            answers = [await here.ask(**body) for body in bodies]
-            await here.until_idle()
-            return answers, workers
-    finally:
-        for worker in workers:
-            await worker.stop()
-        await asyncio.sleep(0.05)
+    async with vllm_site(*workers) as here:
+        return [await here.ask(**body) for body in bodies], workers
 
 
 @bounded
@@ -186,3 +240,48 @@ async def test_a_failed_transfer_may_be_reported() -> None:
     answers, _ = await asked(loses, fails, fails | {"stream": True})
     assert [status for status, _ in answers] == [502, 502]
     assert {answer["error"]["code"] for _, answer in answers} == {"kv_transfer_failed"}
+
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "p"}]}
+
+
+@pytest.mark.parametrize("rejects", [aborts, has_no_tokenizer])
+@pytest.mark.parametrize("policy", list(OnFailure))
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@bounded
+async def test_a_worker_that_shuts_down_is_left_out(rejects: Any, policy: str, role: str) -> None:
+    """Its health checks succeed, but every request is answered by another worker."""
+    wire, act = Wire(), computes_or_streams
+    names = [("prefill", "p"), ("decode", "d"), (role, "ends")]
+    workers = [FakeVllm(*name, wire, act) for name in names]
+    async with vllm_site(*workers) as here:
+        workers[-1].act = rejects
+        own = {"kvferry": {"on_failure": policy}, "max_tokens": 3}
+        for body in (own, own | {"stream": True}, own | CHAT, own | CHAT | {"stream": True}) * 2:
+            path = "chat/completions" if "messages" in body else "completions"
+            status, _, data = await here.post({"model": MODEL, "prompt": "p"} | body, path)
+            assert status == 200
+            assert b'"finish_reason": "abort"' not in data
+        assert len(workers[-1].seen) == 1
+        state = (await here.state())["ends"]
+        assert (state["up"], state["problem"]) == (False, "it accepts no new requests")
+        # No decode computed a prompt itself.
+        assert [PARAMS in body for body in workers[1].seen] == 8 * [True]
+
+
+@bounded
+async def test_a_chat_that_fails_after_its_role_is_tried_again() -> None:
+    async def fails(worker: FakeWorker, request: web.Request, body: Any) -> web.StreamResponse:
+        if PARAMS not in body:
+            return await computes_or_streams(worker, request, body)
+        begin = chat_chunk(None, role="assistant", content="")
+        return await streams(request, begin, b'data: {"error": {"message": "m", "code": 500}}\n\n')
+
+    wire = Wire()
+    workers = [FakeVllm("prefill", "p", wire, computes), FakeVllm("decode", "d", wire, fails)]
+    async with vllm_site(*workers) as here:
+        asked = {"model": MODEL, "stream": True} | CHAT
+        status, _, data = await here.post(asked, "chat/completions")
+        assert status == 200
+        assert b"error" not in data
+        assert data.endswith(b"data: [DONE]\n\n")

@@ -31,6 +31,8 @@ def failure(role: WorkerRole, fault_domain: FaultDomain) -> FailedAttempt:
         (WorkerRole.DECODE, FaultDomain.LOST, OnFailure.FAIL, False, False),
         (WorkerRole.DECODE, FaultDomain.REQUEST, OnFailure.RETRY, False, False),
         (WorkerRole.PREFILL, FaultDomain.REQUEST, OnFailure.LOCAL, False, False),
+        (WorkerRole.PREFILL, FaultDomain.REJECTED, OnFailure.LOCAL, True, False),
+        (WorkerRole.PREFILL, FaultDomain.REJECTED, OnFailure.FAIL, True, False),
     ],
 )
 def test_next_try_follows_fault_domain_and_policy(

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from kvferry.router.options import BalancePolicy
-from kvferry.router.worker_pool import AnnouncedWorker, Worker, WorkerHealth, WorkerPool, WorkerRole
+from kvferry.router.worker_pool import (
+    REJECTED_S,
+    AnnouncedWorker,
+    Worker,
+    WorkerHealth,
+    WorkerPool,
+    WorkerRole,
+)
 
 LOST_S = 10.0
 
@@ -53,6 +60,29 @@ def test_least_loaded_breaks_ties_in_turn() -> None:
     with pool.workers[0].count_request():
         assert [choose(pool) for _ in range(3)] == ["w1", "w2", "w1"]
     assert choose(pool) == "w0"
+
+
+def test_a_worker_that_rejects_is_left_out_although_it_is_well() -> None:
+    pool = pool_of(2)
+    first, _ = pool.workers
+    first.leave_out(5.0)
+    for now in (5.0, 4.9 + REJECTED_S):
+        pool.mark_up(first, health(first), now)
+        assert [choose(pool) for _ in range(2)] == ["w1", "w1"]
+    pool.mark_up(first, health(first), 5.0 + REJECTED_S)
+    assert choose(pool) == "w0"
+
+
+def test_a_worker_that_rejected_is_used_once_it_has_restarted() -> None:
+    pool = pool_of(1)
+    (worker,) = pool.workers
+    worker.leave_out(5.0)
+    pool.mark_missed(worker, "slow", 6.0, sure=False)
+    pool.mark_up(worker, health(worker), 6.5)
+    assert not worker.up
+    pool.mark_missed(worker, "connection refused", 7.0, sure=True)
+    pool.mark_up(worker, health(worker), 8.0)
+    assert worker.up
 
 
 def test_requests_of_other_clients_are_counted_separately() -> None:

@@ -6,12 +6,14 @@ Both workers of a pair get their request at the same time, with one room. All me
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from typing import Any
 
 import aiohttp
 import msgspec
 
+from kvferry.http.sse import EventReader
 from kvferry.router.bodies import ID_BITS, OWN_FIELD, STREAM_FIELDS, ApiCall
 from kvferry.router.first_token import Continuation, may_continue
 from kvferry.router.options import EngineName, replicated
@@ -27,10 +29,13 @@ from kvferry.router.worker_pool import Worker, WorkerHealth, WorkerRole, WorkerU
 PARAMS = "kv_transfer_params"
 # Names the data-parallel replica to vLLM's API server.
 REPLICA_HEADER = "X-data-parallel-rank"
-# Beginning of vLLM's response to a request that its engine aborted.
+# An event of vLLM's response to a request that its engine failed.
 ERROR_EVENT = b'data: {"error"'
 # In vLLM's responses after its engine process has ended.
 ENGINE_DEAD = "EngineCore encountered an issue"
+# While vLLM shuts down, its engine aborts new requests, and its tokenizer's threads are gone.
+ABORTED = "abort"
+NO_TOKENIZER = "cannot schedule new futures after shutdown"
 # Fields that ask for more than one token.
 LIMITS = ("max_tokens", "max_completion_tokens", "min_tokens", *STREAM_FIELDS)
 
@@ -78,6 +83,14 @@ class EngineAdapter(ABC):
         """Return the body for the decode worker that continues the stream."""
         return self.for_decode(rest.call, room, prefill, deadline_s)
 
+    def num_events(self, call: ApiCall) -> int:
+        """Return how many events of a stream show that its worker computes the answer."""
+        return 1
+
+    def rejects(self, outcome: AttemptOutcome) -> bool:
+        """Return whether the worker accepts no requests any more, as its response shows."""
+        return False
+
     def classify(self, outcome: AttemptOutcome) -> AttemptOutcome:
         """Return the outcome of an attempt with two workers, with its fault domain."""
         return outcome
@@ -114,6 +127,18 @@ class KvferryAdapter(EngineAdapter):
                     health.problem or f"its health check returned status {response.status}"
                 )
             return health
+
+
+class EndedChoice(msgspec.Struct, frozen=True):
+    """The field of a choice that says why it ended."""
+
+    finish_reason: str | None = None
+
+
+class AnyAnswer(msgspec.Struct, frozen=True):
+    """The choices of a response or of an event."""
+
+    choices: list[EndedChoice] = []
 
 
 class ModelEntry(msgspec.Struct, frozen=True):
@@ -169,13 +194,23 @@ class VllmAdapter(EngineAdapter):
         """Accept one prompt and one choice: vLLM makes several requests of more, with one room."""
         return call.body.get("n") in (None, 1) and not _is_batch(call.body.get("prompt"))
 
+    def num_events(self, call: ApiCall) -> int:
+        """A chat's first event names a role, even if the engine rejects or fails the request."""
+        return 2 if "messages" in call.body else 1
+
+    def rejects(self, outcome: AttemptOutcome) -> bool:
+        """Return whether vLLM shuts down. Its health checks do not show that."""
+        if isinstance(outcome, FailedAttempt):
+            return NO_TOKENIZER in outcome.message
+        return ABORTED.encode() in outcome.head and ABORTED in _finish_reasons(outcome.head)
+
     def classify(self, outcome: AttemptOutcome) -> AttemptOutcome:
         """Take status 500 of a decode worker as a failed transfer: vLLM gives no details.
 
         If the whole engine ended, the request may have caused it.
         """
         if isinstance(outcome, OpenResponse):
-            if not outcome.head.startswith(ERROR_EVENT):
+            if ERROR_EVENT not in outcome.head:
                 return outcome
             outcome = FailedAttempt(
                 outcome.worker, FaultDomain.WORKER, "the response ended before it began", 500
@@ -199,6 +234,18 @@ class VllmAdapter(EngineAdapter):
         if not models:
             raise WorkerUnhealthy("the worker serves no model")
         return WorkerHealth(worker.role, worker.name or worker.url, models[0].id)
+
+
+def _finish_reasons(head: bytes) -> set[str | None]:
+    """Return why choices of a response, or of the events at its beginning, have ended."""
+    events = EventReader(len(head) + 1).feed(head)
+    documents = [event.data for event in events if event.data] or [head.decode(errors="replace")]
+    found: set[str | None] = set()
+    for document in documents:
+        with contextlib.suppress(ValueError):
+            answer = msgspec.json.decode(document, type=AnyAnswer)
+            found |= {choice.finish_reason for choice in answer.choices}
+    return found
 
 
 def _one_token(call: ApiCall, room: int) -> dict[str, Any]:
@@ -251,6 +298,10 @@ class SglangAdapter(VllmAdapter):
     def can_split(self, call: ApiCall) -> bool:
         """Accept every request."""
         return True
+
+    def rejects(self, outcome: AttemptOutcome) -> bool:
+        """Return False: SGLang's health checks fail while it shuts down."""
+        return False
 
     def may_continue(self, call: ApiCall) -> bool:
         """Leave the whole stream to decode."""

@@ -84,6 +84,8 @@ def next_try(
 ) -> bool:
     """Record a failure; return whether to try again."""
     tried.failure = failure
+    if failure.fault_domain is FaultDomain.REJECTED:
+        return tried.attempts < max_attempts
     if failure.fault_domain is FaultDomain.REQUEST or on_failure is OnFailure.FAIL:
         return False
     tried.losses += failure.fault_domain is FaultDomain.LOST
@@ -198,7 +200,7 @@ class Forwarder:
         body = self._adapter.for_rest(
             rest, first.room, first.pair.prefill.name, self._options.room_s
         )
-        sent = await upstream.send(first.pair.decode, rest.call.path, body, stream=True)
+        sent = await self._send(upstream, first.pair.decode, rest.call, body)
         outcome = self._adapter.classify(sent)
         self._metrics.attempt(outcome)
         if isinstance(outcome, OpenResponse):
@@ -265,30 +267,26 @@ class Forwarder:
         in_room(room)
         prompt = adapter.for_first_token(call, room, room_s)
         headers = adapter.headers(prefill.name, room)
-        first = await self._prefill(prefill, call.path, prompt, headers)
+        first = await self._prefill(prefill, call, prompt, headers)
         if isinstance(first, FailedAttempt):
             return adapter.classify(first)
         if (rest := continuation(call, first.head, room)) is not None:
             return FirstTokenOpened(pair, rest, room)
         answer = adapter.for_decode(call, room, prefill.name, room_s)
-        return adapter.classify(await upstream.send(pair.decode, call.path, answer, stream=True))
+        return adapter.classify(await self._send(upstream, pair.decode, call, answer))
 
     async def _attempt(self, upstream: Upstream, call: ApiCall, pair: WorkerPair) -> AttemptOutcome:
         adapter = self._adapter
         if pair.prefill is None:
             in_room(None)
-            return await upstream.send(
-                pair.decode, call.path, adapter.whole(call), stream=call.stream
-            )
+            return await self._send(upstream, pair.decode, call, adapter.whole(call))
         room, room_s = new_id(), self._options.room_s
         in_room(room)
         prompt = adapter.for_prefill(call, room, room_s)
         answer = adapter.for_decode(call, room, pair.prefill.name, room_s)
         headers = adapter.headers(pair.prefill.name, room)
-        first = asyncio.create_task(self._prefill(pair.prefill, call.path, prompt, headers))
-        second = asyncio.create_task(
-            upstream.send(pair.decode, call.path, answer, stream=call.stream)
-        )
+        first = asyncio.create_task(self._prefill(pair.prefill, call, prompt, headers))
+        second = asyncio.create_task(self._send(upstream, pair.decode, call, answer))
         outcome: AttemptOutcome | None = None
         try:
             outcome = adapter.classify(await _decisive_outcome(first, second))
@@ -305,17 +303,39 @@ class Forwarder:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
+    async def _send(
+        self, upstream: Upstream, worker: Worker, call: ApiCall, body: bytes
+    ) -> AttemptOutcome:
+        """Send a decode worker's request."""
+        num_events = self._adapter.num_events(call)
+        sent = await upstream.send(
+            *(worker, call.path, body), stream=call.stream, num_events=num_events
+        )
+        return self._unless_rejected(sent)
+
     async def _prefill(
-        self, worker: Worker, path: str, body: bytes, headers: dict[str, str]
+        self, worker: Worker, call: ApiCall, body: bytes, headers: dict[str, str]
     ) -> AttemptOutcome:
         assert self._session is not None
         try:
             async with asyncio.timeout(self._options.room_s):
                 with Upstream(self._session, self._key) as upstream:
-                    return await upstream.send(worker, path, body, stream=False, headers=headers)
+                    sent = await upstream.send(
+                        *(worker, call.path, body), stream=False, headers=headers
+                    )
+                    return self._unless_rejected(sent)
         except TimeoutError:
             message = f"the {worker} did not answer within {self._options.room_s:g} s"
             return FailedAttempt(worker, FaultDomain.WORKER, message, 504, "deadline")
+
+    def _unless_rejected(self, outcome: AttemptOutcome) -> AttemptOutcome:
+        """Leave out a worker that accepts no requests any more, and try another."""
+        if not self._adapter.rejects(outcome):
+            return outcome
+        worker = outcome.worker
+        worker.leave_out(asyncio.get_running_loop().time())
+        message = f"the {worker} accepts no new requests"
+        return FailedAttempt(worker, FaultDomain.REJECTED, message, 503, "worker_rejects")
 
 
 async def _decisive_outcome(

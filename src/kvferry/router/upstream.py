@@ -18,6 +18,7 @@ import aiohttp
 
 from kvferry import ClusterKey, KvferryError
 from kvferry.http.api_errors import JSON, parse_error
+from kvferry.http.sse import EventReader
 from kvferry.router.worker_pool import Worker, WorkerRole
 from kvferry.security.signing import sign
 from kvferry.telemetry.logs.context import onward
@@ -39,13 +40,14 @@ class FaultDomain(Enum):
     """Cause of a failed attempt; the forwarder decides by it what to try next.
 
     LOST means that a worker vanished while it had the request. Either somebody killed it or the
-    request did; the router cannot tell.
+    request did; the router cannot tell. REJECTED means that a worker accepts no requests any more.
     """
 
     REQUEST = auto()
     TRANSFER = auto()
     WORKER = auto()
     LOST = auto()
+    REJECTED = auto()
 
 
 class FailedAttempt(NamedTuple):
@@ -108,21 +110,24 @@ class Upstream:
         body: bytes,
         *,
         stream: bool,
+        num_events: int = 1,
         headers: dict[str, str] | None = None,
     ) -> AttemptOutcome:
-        """Send a request; return its whole response, or the beginning of a stream."""
+        """Send a request; return its whole response, or the first ``num_events`` of a stream."""
         more = {"Content-Type": JSON} | (headers or {})
         try:
             with worker.count_request():
-                return await run_unless_lost(worker, self._send(worker, path, body, stream, more))
+                work = self._send(worker, path, body, num_events if stream else 0, more)
+                return await run_unless_lost(worker, work)
         except NotConnected as error:
             return FailedAttempt(worker, FaultDomain.WORKER, str(error))
         except WorkerBroke as error:
             return FailedAttempt(worker, FaultDomain.LOST, str(error))
 
     async def _send(
-        self, worker: Worker, path: str, body: bytes, stream: bool, headers: dict[str, str]
+        self, worker: Worker, path: str, body: bytes, num_events: int, headers: dict[str, str]
     ) -> AttemptOutcome:
+        """Send a request. With ``num_events`` 0 the response is no stream, and is read whole."""
         with translate_errors(worker):
             response = await self._session.post(
                 worker.url + path,
@@ -137,9 +142,9 @@ class Upstream:
                 worker.mark_down("the worker rejects this router's signature")
             if response.status != 200:
                 return _failed_attempt(worker, response.status, await _read_all(response))
-            if not stream:
+            if not num_events:
                 return OpenResponse(worker, response, await _read_all(response))
-            head = await response.content.readany()
+            head = await _read_events(response, num_events)
             if not head:
                 raise WorkerBroke(f"the {worker} sent an empty response")
             return OpenResponse(worker, response, head)
@@ -193,6 +198,15 @@ async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _read_events(response: aiohttp.ClientResponse, num_events: int) -> bytes:
+    """Return the beginning of a stream, with at least this many events unless it ends earlier."""
+    reader, data, num_read = EventReader(MAX_RESPONSE_BYTES), bytearray(), 0
+    while num_read < num_events and (chunk := await response.content.readany()):
+        data += chunk
+        num_read += sum(event.data is not None for event in reader.feed(chunk))
+    return bytes(data)
 
 
 async def _read_all(response: aiohttp.ClientResponse) -> bytes:

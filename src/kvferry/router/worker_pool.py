@@ -1,7 +1,8 @@
 """The workers that a router knows, and the choice of the next one. Pure: time is passed in.
 
 A worker gets requests while it is *up*: its last health check succeeded, and no request has
-failed since. A worker that stays silent is *lost*, which also fails its requests in flight.
+failed since. A worker that stays silent is *lost*, which also fails its requests in flight. A
+worker that has rejected a request is left out for a while, or until it has restarted.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ import msgspec
 
 from kvferry import KvferryError
 from kvferry.router.options import MAX_MISSES, BalancePolicy
+
+# vLLM's health checks succeed while it shuts down, but it rejects requests. This is how often the
+# router tries again whether such a worker accepts them.
+REJECTED_S = 30.0
 
 
 class WorkerRole(StrEnum):
@@ -67,6 +72,7 @@ class Worker:
     others: int = 0
     last_chosen: int = 0
     well_at: float = float("-inf")
+    left_out_until: float = float("-inf")
     life: str = ""
     lost: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -87,6 +93,11 @@ class Worker:
     def mark_down(self, problem: str) -> None:
         """Use the worker no more until a health check succeeds."""
         self.up, self.problem = False, problem
+
+    def leave_out(self, now: float) -> None:
+        """Use the worker no more for a while, because it has rejected a request."""
+        self.left_out_until = now + REJECTED_S
+        self.mark_down("it accepts no new requests")
 
     def __str__(self) -> str:
         return f"{self.role} worker {self.name or self.url}"
@@ -137,7 +148,9 @@ class WorkerPool:
             worker.mark_down(f"it is a {health.role} worker, not a {worker.role} worker")
             return
         worker.name, worker.model, worker.life = health.name, health.model, health.life
-        worker.up, worker.misses, worker.problem = True, 0, ""
+        worker.misses = 0
+        if now >= worker.left_out_until:
+            worker.up, worker.problem = True, ""
         worker.others = max(0, health.running + health.waiting - worker.in_flight)
         worker.well_at = now
         worker.lost.clear()
@@ -145,6 +158,9 @@ class WorkerPool:
     def mark_missed(self, worker: Worker, problem: str, now: float, *, sure: bool) -> None:
         """Take a failed health check; ``sure`` means that it was not only slow."""
         worker.misses += 1
+        if sure:
+            # It has ended, and accepts requests when it is well again.
+            worker.left_out_until = float("-inf")
         if sure or worker.misses >= MAX_MISSES:
             worker.mark_down(problem)
         # A worker that is stopping may still finish its requests; a silent one does not.
