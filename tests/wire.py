@@ -14,7 +14,7 @@ from kvferry.config import ProtocolConfig
 from kvferry.ids import Op, Peer, Room
 from kvferry.layout import Layout, Parallel, Span, attention
 from kvferry.layout.spec import StateRow
-from kvferry.plan import Block, Plan, Request, contiguous_pools, reshard
+from kvferry.plan import Block, Plan, Request, contiguous_pools
 from kvferry.protocol.codec import decode, encode
 from kvferry.protocol.events import (
     Action,
@@ -46,7 +46,7 @@ from kvferry.protocol.events import (
     WriteEnded,
     WriteFate,
 )
-from kvferry.protocol.links import Identity
+from kvferry.protocol.links import Identity, plan_between
 from kvferry.protocol.messages import (
     Body,
     Envelope,
@@ -165,7 +165,7 @@ class World:
         return self.targets[Peer(f"decode{decode_index}", rank)]
 
     def plan(self, decode_index: int = 0) -> Plan:
-        return reshard(self.prefill, self.decodes[decode_index])
+        return plan_between(self.prefill, self.decodes[decode_index])
 
     # ------------------------------------------------------------ steps
 

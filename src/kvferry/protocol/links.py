@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import ClassVar, Protocol
 
 import msgspec
@@ -45,7 +46,7 @@ from kvferry.protocol.messages import (
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.protocol.states import LINK, LinkState, LinkStep, advance
 
-# Number of cached plans, one per peer layout.
+# Number of cached plans, one per pair of layouts.
 MAX_PLANS = 64
 # Heartbeats that are due within this part of their interval are sent together, so that a tick
 # serves many links. Ticks look at every link, so a tick for each link would cost their square.
@@ -123,6 +124,12 @@ class Dependents(Protocol):
         """Whether a room still waits for something on a lost link."""
 
 
+@lru_cache(maxsize=MAX_PLANS)
+def plan_between(source: Layout, target: Layout) -> Plan:
+    """Return the plan of two layouts, one object for all endpoints here. Raises ``Refused``."""
+    return reshard(source, target)
+
+
 class Links:
     """Every link of one endpoint. Subclasses add their half of the handshake."""
 
@@ -134,8 +141,6 @@ class Links:
     ) -> None:
         self.identity = identity
         self.config = config
-        # Plans by the peer's layout.
-        self.plans: dict[Layout, Plan] = {}
         self.by_session: dict[Session, Link] = {}
         self.current: dict[Peer, Link] = {}
         self._num_sessions = 0
@@ -144,13 +149,8 @@ class Links:
 
     def plan_with(self, other: Layout) -> Plan:
         """Return the plan with a peer's layout. Raises ``Refused``."""
-        if other not in self.plans:
-            mine = self.identity.layout
-            plan = reshard(mine, other) if self.sends else reshard(other, mine)
-            if len(self.plans) >= MAX_PLANS:
-                del self.plans[next(iter(self.plans))]
-            self.plans[other] = plan
-        return self.plans[other]
+        mine = self.identity.layout
+        return plan_between(mine, other) if self.sends else plan_between(other, mine)
 
     def send(self, link: Link, body: Body) -> None:
         """Send a numbered frame."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvferry.layout.intervals import Span
 from kvferry.layout.layout import Shard
 from kvferry.layout.spec import Group
-from kvferry.layout.tokens import ALL_TOKENS, Tokens
+from kvferry.layout.tokens import ALL_TOKENS
 from kvferry.plan.describe import layers_text, rank_name, span_text, tokens_text
 from kvferry.plan.pictures.scene import MAX_CARDS, Card, CarriedMove, PictureSide, Scene
 from kvferry.plan.plan import Plan
@@ -44,16 +44,13 @@ def heading(plan: Plan, side: PictureSide) -> str:
 def shard_lines(group: Group, shards: tuple[Shard, ...]) -> list[str]:
     """Return the lines beside a map: tokens, units and layers, as far as they are divided."""
     tokens = shards[0].tokens
-    lines = [] if tokens == ALL_TOKENS else [f"tokens {_turn_text(tokens)}"]
+    # ``1::8``, or ``64 of 512``.
+    part = tokens if tokens.pattern.density == 1 else tokens.pattern
+    lines = [] if tokens == ALL_TOKENS else [f"tokens {part!r}"]
     if group.units > 1:
         lines.append(units_text(group, shards[0].units))
     lines += [f"layers {layers_text(group, shard.layers)}" for shard in shards]
     return [shorten(line, 18) for line in lines]
-
-
-def _turn_text(tokens: Tokens) -> str:
-    """Return the part of the tokens that a rank holds: ``1::8``, or ``64 of 512``."""
-    return repr(tokens if tokens.pattern.density == 1 else tokens.pattern)
 
 
 def move_texts(scene: Scene, carried: CarriedMove) -> tuple[str, ...]:

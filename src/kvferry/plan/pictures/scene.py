@@ -144,10 +144,7 @@ class Scene:
 
     @cached_property
     def bands(self) -> tuple[Band, ...]:
-        """The moves between ranks that are shown.
-
-        Thin bands are last, so that thick ones do not hide them.
-        """
+        """The moves between shown ranks. Thin ones are last, or thick ones would hide them."""
         sources, targets = (
             {number: end for card in self.cards if card.side is side for number, end in card.ends()}
             for side in PictureSide

@@ -1,10 +1,10 @@
 """Copies of a runner with its machine, and keys of their state, made by walking their attributes.
 
 Two runners with equal keys answer every event alike. The key has every attribute except those that
-never influence an answer: counters, the cache of plans, actions already returned, the ports, and
-when the runner would tick, which the explorer decides. An object that is referenced twice stays one
-object, in the copy and in the key. The order of dicts is part of the key, because machines take
-turns in that order. Frozen structs, plans and functions are shared, not copied.
+never influence an answer: counters, actions already returned, the ports, and when the runner would
+tick, which the explorer decides. An object that is referenced twice stays one object, in the copy
+and in the key. The order of dicts is part of the key, because machines take turns in that order.
+Frozen structs, plans and functions are shared, not copied.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ _SHARED = (
     *(int, float, str, bytes, type(None), Enum, msgspec.Struct, Plan, FunctionType, type),
     Ports,
 )
-_IRRELEVANT = frozenset(
-    {"counts", "plans", "actions", "ports", "_now", "_tick_at", "_shortest_timer_s"}
-)
+_IRRELEVANT = frozenset({"counts", "actions", "ports", "_now", "_tick_at", "_shortest_timer_s"})
 
 
 def copy_of(thing: T) -> T:
