@@ -55,6 +55,8 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     staging_bytes: Count = 0
     pages_held: Count = 0
     pages: Count = 0
+    tokens_held: Count = 0
+    quarantined_bytes: Count = 0
     bytes_per_s: float = 0.0
     rooms_per_s: float = 0.0
 
