@@ -142,7 +142,7 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker in a router's pool."""
+    """A worker in a router's pool. ``max_in_flight`` is None if it reports no limit."""
 
     name: str
     role: str
@@ -151,6 +151,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     up: bool
     in_flight: int
     problem: str
+    max_in_flight: int | None = None
 
 
 class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -259,7 +259,7 @@
   }
   function showWorkers(view) {
     $("workers-section").hidden = view.workers.length === 0;
-    const cells = (one) => [["", one.name || one.url], ["", one.role], ["", one.model], ["n", String(one.in_flight)], [one.up ? "up" : "down", one.up ? "up" : one.problem || "down"]];
+    const cells = (one) => [["", one.name || one.url], ["", one.role], ["", one.model], ["n", one.max_in_flight ? `${one.in_flight} of ${one.max_in_flight}` : String(one.in_flight)], [one.up ? "up" : "down", one.up ? "up" : one.problem || "down"]];
     sync($("workers"), view.workers, (one) => one.url, (one) => row(cells(one)), (line, one) => { fill(line, cells(one)); line.lastChild.className = one.up ? "up" : "down"; line.dataset.worker = one.url; });
   }
 
