@@ -48,7 +48,8 @@ NUM_TOKENS = 1024
 # Rooms that can be in flight at once; a higher number is a backlog that never ends.
 NUM_ROOMS_AT_ONCE = 24
 SHARES = (0.3, 0.6, 0.85)
-NUM_ALONE = 15
+# Rooms that begin one after the other, so that each is alone, and rooms that begin at once.
+NUM_ALONE, ALONE_S, NUM_AT_ONCE = 40, 0.15, 96
 DIGEST = digest_of(range(NUM_TOKENS), model="m", dtype="bf16")
 START_S, ROOM_S = 2.0, 120.0
 
@@ -90,7 +91,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--transport", default="nixl")
     parser.add_argument("--layers", type=int, default=16, help="16 layers are 64 MiB a room")
-    parser.add_argument("--rooms", type=int, default=150, help="rooms of each load")
+    parser.add_argument("--rooms", type=int, default=600, help="rooms of each load")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()
 
@@ -186,7 +187,8 @@ def measure(pipe: Connection, url: str, args: argparse.Namespace) -> dict[str, A
         _, checksum = run_rooms(pipe, source, "first", [0.0])
         if checksum != int(kv[:, :, pages_of("prefill", 0)].sum()):
             raise SystemExit("the first room arrived with other bytes")
-        alone = [run_rooms(pipe, source, f"alone{i}", [0.0])[0][0] for i in range(NUM_ALONE)]
+        alone, _ = run_rooms(pipe, source, "alone", [i * ALONE_S for i in range(NUM_ALONE)])
+        at_once, _ = run_rooms(pipe, source, "at once", [0.0] * NUM_AT_ONCE)
         cost = hand_off_cost(
             estimate(
                 reshard(layout, layout_of("decode", args.layers)),
@@ -209,6 +211,7 @@ def measure(pipe: Connection, url: str, args: argparse.Namespace) -> dict[str, A
         "alone_ms": 1e3 * statistics.median(alone),
         "predicted_alone_ms": 1e3 * cost.alone_s,
         "limit_rooms_per_s": limit,
+        "measured_limit_rooms_per_s": NUM_AT_ONCE / max(at_once),
         "loads": rows,
         "within_bars": all(row["within_bars"] for row in rows),
     }

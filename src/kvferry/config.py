@@ -44,6 +44,9 @@ class LivenessConfig(msgspec.Struct, frozen=True, kw_only=True):
 class ProtocolConfig(LivenessConfig, frozen=True, kw_only=True):
     """Timeouts and limits of a protocol machine. The two sides may use different values.
 
+    ``max_rooms``, ``max_tokens``: a target refuses a room beyond these with ``too-many-rooms`` and
+    tells its sources at once. ``max_tokens`` counts the tokens to receive in all open rooms; None
+    is no limit. A source has ``max_rooms`` only.
     ``early_gather_slots``: how many local slots an outbound transfer may fill before it has
     credits for them. With None the endpoint chooses by memory type; a machine uses 0.
     """
@@ -54,6 +57,7 @@ class ProtocolConfig(LivenessConfig, frozen=True, kw_only=True):
     credit_patience_s: float = 1.0
     max_peers: int = 4096
     max_rooms: int = 65536
+    max_tokens: int | None = None
     max_early_rooms: int = 4096
     max_quarantined_rooms: int = 256
     max_inflight: int = 16
@@ -65,8 +69,9 @@ class ProtocolConfig(LivenessConfig, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self.__struct_fields__:
-            if name != "early_gather_slots" and getattr(self, name) <= 0:
-                raise InputError(f"{name} must be above 0, not {getattr(self, name)}")
+            number = getattr(self, name)
+            if name != "early_gather_slots" and number is not None and number <= 0:
+                raise InputError(f"{name} must be above 0, not {number}")
         if self.early_gather_slots is not None and self.early_gather_slots < 0:
             raise InputError(
                 f"early_gather_slots must be 0 or above, not {self.early_gather_slots}"

@@ -41,6 +41,7 @@ class ScriptedMachine:
     exposed: ClassVar[bool] = False
     num_quarantined = 0
     me = ME
+    layout = LAYOUT
     incarnation = 1
 
     def __init__(self, config: ProtocolConfig = TIMES) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -12,13 +12,23 @@ import pytest
 from endpoint.fleets import eventually
 from prometheus_client import CollectorRegistry
 
-from kvferry import Done, Failure, FailureCode, Layout, Memory, attention
+from kvferry import (
+    Done,
+    EndpointConfig,
+    Failure,
+    FailureCode,
+    Layout,
+    Memory,
+    ProtocolConfig,
+    attention,
+)
 from kvferry.discovery.http.server import DiscoveryServer
 from kvferry.endpoint.source import SourceEndpoint
 from kvferry.endpoint.target import TargetEndpoint
 from kvferry.errors import InputError, Misuse
 from kvferry.layout.layout import Parallel
 from kvferry.memory.copy.cpu import copy_binding
+from kvferry.telemetry.metrics import AGES
 from kvferry.transports.base import TransportSetup
 from kvferry.transports.shm import ShmTransport
 
@@ -34,6 +44,7 @@ class Trio(NamedTuple):
 
     sources: list[SourceEndpoint]
     target: TargetEndpoint
+    registry: CollectorRegistry
 
     def kept(self) -> dict[str, int]:
         """Return how many rooms and declines each endpoint still has, without zeros."""
@@ -45,21 +56,35 @@ class Trio(NamedTuple):
 
 
 @pytest.fixture
-def trio() -> Iterator[Trio]:
+def make_trio() -> Iterator[Callable[[ProtocolConfig], Trio]]:
     with ExitStack() as undo:
         server = undo.enter_context(DiscoveryServer())
+        registry = CollectorRegistry()
 
-        def made(kind: Any, layout: Layout, name: str, rank: int = 0) -> Any:
+        def made(
+            protocol: ProtocolConfig, kind: Any, layout: Layout, name: str, rank: int = 0
+        ) -> Any:
             transport = ShmTransport(
                 TransportSetup(agent=f"{name}-{next(NUMBERS)}", copy=copy_binding)
             )
             memory = Memory.allocate(layout, rank, NUM_PAGES, transport.allocate)
-            common = {"model": "m", "discovery": server.url, "registry": CollectorRegistry()}
-            endpoint = kind(layout, memory, name=name, rank=rank, transport=transport, **common)
+            config = EndpointConfig(protocol=protocol)
+            common = {"model": "m", "discovery": server.url, "registry": registry}
+            endpoint = kind(
+                layout, memory, name=name, rank=rank, transport=transport, config=config, **common
+            )
             return undo.enter_context(endpoint)
 
-        sources = [made(SourceEndpoint, PREFILL, "p", rank) for rank in range(2)]
-        yield Trio(sources, made(TargetEndpoint, DECODE, "d"))
+        def make(protocol: ProtocolConfig) -> Trio:
+            sources = [made(protocol, SourceEndpoint, PREFILL, "p", rank) for rank in range(2)]
+            return Trio(sources, made(protocol, TargetEndpoint, DECODE, "d"), registry)
+
+        yield make
+
+
+@pytest.fixture
+def trio(make_trio: Callable[[ProtocolConfig], Trio]) -> Trio:
+    return make_trio(ProtocolConfig())
 
 
 def test_a_room_received_again_after_an_abort_leaves_nothing(trio: Trio) -> None:
@@ -105,6 +130,55 @@ def test_an_abort_reaches_an_instance_that_is_found_later(trio: Trio) -> None:
     for out in outs:
         out.wait_released(WAIT_S)
     eventually(lambda: trio.kept() == {})
+
+
+@pytest.mark.parametrize("limit", [{"max_rooms": 1}, {"max_tokens": 15}])
+def test_a_full_target_refuses_a_room_before_prefill_has_computed(
+    limit: dict[str, int], make_trio: Callable[[ProtocolConfig], Trio]
+) -> None:
+    trio = make_trio(ProtocolConfig(**limit))
+    first = trio.target.receive("first", prefill="p", tokens=8, pages=[0, 1])
+    outs = [source.open("second") for source in trio.sources]
+    second = trio.target.receive("second", prefill="p", tokens=8, pages=[2, 3])
+    for handle in (second, *outs):
+        failure = handle.wait(WAIT_S)
+        assert isinstance(failure, Failure)
+        assert failure.code is FailureCode.TOO_MANY_ROOMS
+        handle.wait_released(WAIT_S)
+    for source in trio.sources:
+        out = source.open("first")
+        out.push((0, 8), [0, 1])
+        out.close()
+    assert isinstance(first.wait(WAIT_S), Done)
+    eventually(lambda: trio.kept() == {})
+
+
+def test_gauges_say_what_rooms_wait_for(trio: Trio) -> None:
+    def waiting(endpoint: Any, side: str, reason: str) -> float:
+        labels = {"endpoint": str(endpoint._setup.me), "transport": "shm", "side": side}
+        name, more = "kvferry_waiting_rooms", {"reason": reason}
+        return float(trio.registry.get_sample_value(name, labels | more) or 0.0)
+
+    def tokens() -> float:
+        labels = {"endpoint": "d/0", "transport": "shm", "side": "target"}
+        name, ages = "kvferry_pinned_tokens", [{"age": age} for _, age in AGES]
+        return sum(trio.registry.get_sample_value(name, labels | one) or 0.0 for one in ages)
+
+    source = trio.sources[0]
+    outs = [each.open("r") for each in trio.sources]
+    eventually(lambda: waiting(source, "source", "offer") == 1)
+    lost = trio.target.receive("lost", prefill="nobody", tokens=4, pages=[2])
+    into = trio.target.receive("r", prefill="p", tokens=8, prefix=2, pages=[0, 1])
+    eventually(lambda: waiting(trio.target, "target", "instance") == 1)
+    eventually(lambda: waiting(trio.target, "target", "push") == 1)
+    eventually(lambda: waiting(source, "source", "push") == 1)
+    assert tokens() == 4 + 8 - 2
+    into.abort()
+    lost.abort()
+    for handle in (*outs, into, lost):
+        handle.wait_released(WAIT_S)
+    eventually(lambda: waiting(trio.target, "target", "push") == 0)
+    eventually(lambda: tokens() == 0)
 
 
 def test_an_open_room_cannot_be_declined(trio: Trio) -> None:

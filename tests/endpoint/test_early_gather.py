@@ -78,7 +78,7 @@ class Bench:
         self.posted: list[WriteJob] = []
         self.heard: list[Event] = []
         self.registry = CollectorRegistry()
-        meter = EndpointMetrics(str(ME), "nixl", self.registry)
+        meter = EndpointMetrics(str(ME), "nixl", "source", self.registry)
         rooms: RoomTable[Any] = RoomTable(ME, meter)
         validator = PageTableValidator(ONE_TOKEN, 0, contiguous_pools(ONE_TOKEN, 0, 4).map)
         rooms.add(Outgoing("r", inf, validator, lambda *_: None, lambda _: None))

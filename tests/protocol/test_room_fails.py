@@ -128,6 +128,27 @@ def test_limits_on_rooms() -> None:
     w.finish()
 
 
+def test_a_target_refuses_tokens_beyond_its_limit_and_tells_its_sources() -> None:
+    w = world(max_tokens=12)
+    for room in ("a", "b"):
+        w.open(room)
+    w.receive("a", Request(8))
+    w.receive("b", Request(8, prefix=3))
+    w.run()
+    # Nothing was pushed: the sources know before prefill has computed.
+    assert w.outcomes("b") == {"too-many-rooms"}
+    assert {"b"} & {room for _, room in w.releases} == {"b"}
+    w.prefill_all("a", 8)
+    assert w.outcomes("a") == {"done"}
+    w.open("c")
+    w.receive("c", Request(16, prefix=4))
+    w.run()
+    w.prefill_all("c", 16)
+    assert w.outcomes("c") == {"done"}
+    let_go(w)
+    w.finish()
+
+
 # ---------------------------------------------------------------- peers
 
 

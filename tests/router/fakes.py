@@ -56,6 +56,8 @@ class FakeWorker:
         self.traces: list[str | None] = []
         self.left = 0
         self.load = 0
+        self.limits: dict[str, int] = {}
+        self.gate = asyncio.Event()
         self.num_checks = 0
         self.is_silent = False
         self.problem = ""
@@ -103,6 +105,7 @@ class FakeWorker:
                 "waiting": 0,
                 "free_tokens": 1000,
                 "problem": self.problem,
+                **self.limits,
             },
             status=503 if self.problem else 200,
         )
@@ -160,6 +163,12 @@ async def decodes(worker: FakeWorker, request: web.Request, body: Body) -> web.S
     await response.prepare(request)
     await response.write(STREAM)
     return response
+
+
+async def decodes_later(worker: FakeWorker, request: web.Request, body: Body) -> web.StreamResponse:
+    """Answers once the test opens the worker's gate."""
+    await worker.gate.wait()
+    return await decodes(worker, request, body)
 
 
 async def dies(worker: FakeWorker, request: web.Request, body: Body) -> web.StreamResponse:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvferry.router.options import BalancePolicy
 from kvferry.router.worker_pool import (
     REJECTED_S,
+    AllFull,
     AnnouncedWorker,
     Worker,
     WorkerHealth,
@@ -94,6 +97,45 @@ def test_requests_of_other_clients_are_counted_separately() -> None:
     assert worker.load == 3
     pool.mark_up(worker, health(worker), 2.0)
     assert worker.load == 0
+
+
+def test_a_full_worker_is_not_chosen() -> None:
+    pool = pool_of(2)
+    changes: list[int] = []
+    pool.on_change = lambda: changes.append(1)
+    first, second = pool.workers
+    pool.mark_up(first, health(first, max_in_flight=1), 1.0)
+    with first.count_request():
+        assert [choose(pool), choose(pool)] == ["w1", "w1"]
+        second.refuses = True
+        with pytest.raises(AllFull):
+            choose(pool)
+        assert choose(pool, {"w0", "w1"}) is None
+    assert choose(pool) == "w0"
+    with second.count_request():
+        assert second.is_full
+    assert choose(pool) == "w1", "a request has ended there"
+    assert len(changes) == 3
+
+
+@pytest.mark.parametrize(("num_tokens", "is_full"), [(8, False), (9, True), (10, True)])
+def test_a_worker_whose_tokens_are_used_up_is_full(num_tokens: int, is_full: bool) -> None:
+    pool = pool_of(1)
+    (worker,) = pool.workers
+    tokens = {"in_flight_tokens": num_tokens, "max_in_flight_tokens": 9}
+    pool.mark_up(worker, health(worker, **tokens), 1.0)
+    assert worker.is_full is is_full
+
+
+def test_the_routers_limit_is_for_decode_workers_without_their_own() -> None:
+    fixed = [AnnouncedWorker("d", WorkerRole.DECODE), AnnouncedWorker("p", WorkerRole.PREFILL)]
+    pool = WorkerPool(BalancePolicy.LEAST_LOADED, LOST_S, fixed, max_in_flight=3)
+    decode, prefill = pool.workers
+    for worker in pool.workers:
+        pool.mark_up(worker, health(worker), 0.0)
+    assert (decode.max_in_flight, prefill.max_in_flight) == (3, None)
+    pool.mark_up(decode, health(decode, max_in_flight=7), 1.0)
+    assert decode.max_in_flight == 7
 
 
 def test_two_missed_checks_mark_a_worker_down() -> None:

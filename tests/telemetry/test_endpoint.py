@@ -18,7 +18,7 @@ PEER = write_action().transfer.peer
 
 
 def test_rates_are_those_of_the_last_window() -> None:
-    metrics, rates = EndpointMetrics("p/0", "shm", CollectorRegistry()), RateMeter()
+    metrics, rates = EndpointMetrics("p/0", "shm", "source", CollectorRegistry()), RateMeter()
 
     def update(now: float) -> None:
         rates.update(metrics.sent, metrics.stats.rooms.total(), now)

@@ -13,8 +13,8 @@ from kvferry.protocol.events import WriteFate
 from kvferry.protocol.links import Link
 from kvferry.protocol.outcome import Done, Failure, FailureCode
 from kvferry.protocol.states import LinkState
-from kvferry.telemetry.metrics import EndpointMetrics
-from kvferry.telemetry.observer import LoopStatus
+from kvferry.telemetry.metrics import AGES, EndpointMetrics
+from kvferry.telemetry.observer import HeldRoom, LoopStatus, WaitReason
 
 PEER = Peer("decode", 0)
 FIRST = {"endpoint": "prefill/0", "transport": "nixl"}
@@ -22,7 +22,7 @@ SECOND = {"endpoint": "prefill/1", "transport": "nixl"}
 
 
 def meter(registry: CollectorRegistry, labels: dict[str, str] = FIRST) -> EndpointMetrics:
-    return EndpointMetrics(labels["endpoint"], labels["transport"], registry)
+    return EndpointMetrics(labels["endpoint"], labels["transport"], "source", registry)
 
 
 def counted(mine: EndpointMetrics, **counts: int) -> None:
@@ -106,6 +106,40 @@ def test_gauges_show_the_latest_status() -> None:
         )
     ]
     assert told == [2, 0, 0.25, 1024, 4096]
+
+
+def test_pinned_memory_is_shown_by_age_and_reason() -> None:
+    registry = CollectorRegistry()
+    mine = meter(registry)
+    rooms = [
+        HeldRoom(0.5, WaitReason.CREDIT, 4, 60, 4096),
+        HeldRoom(0.9, WaitReason.CREDIT, 2, 30, 2048),
+        HeldRoom(59.9, WaitReason.WRITES, 8, 128, 8192),
+        HeldRoom(60.0, WaitReason.QUARANTINE, 1, 16, 1024),
+    ]
+    mine.status(LoopStatus(0.0, 4, 1, 0, 0, (), {}, 5, rooms))
+
+    def by_age(name: str) -> list[float | None]:
+        return [value(registry, name, side="source", age=age) for _, age in AGES]
+
+    def waiting() -> dict[str, float | None]:
+        found = {
+            one: value(registry, "waiting_rooms", side="source", reason=one) for one in WaitReason
+        }
+        return {reason: number for reason, number in found.items() if number}
+
+    assert by_age("pinned_pages") == [6, 0, 8, 1]
+    assert by_age("pinned_tokens") == [90, 0, 128, 16]
+    assert waiting() == {"credit": 2, "writes": 1, "quarantine": 1}
+    assert value(registry, "quarantined_bytes", side="source") == 1024
+    assert mine.stats.quarantined_bytes == 1024
+    assert value(registry, "outstanding_credits", side="source") == 5
+    mine.status(LoopStatus(1.0, 0, 0, 0, 0, (), {}))
+    assert by_age("pinned_pages") == [0, 0, 0, 0]
+    assert waiting() == {}
+    mine.close()
+    assert by_age("pinned_pages") == [None] * 4
+    assert value(registry, "quarantined_bytes", side="source") is None
 
 
 def test_endpoints_in_one_registry_have_their_own_labels() -> None:

@@ -27,8 +27,8 @@ from kvferry.router.metrics import RouterMetrics
 from kvferry.router.options import BalancePolicy
 from kvferry.router.upstream import OpenResponse
 from kvferry.router.worker_pool import Worker, WorkerPool, WorkerRole
-from kvferry.telemetry.metrics import LABELS, REJECTED, EndpointMetrics
-from kvferry.telemetry.observer import LoopStatus
+from kvferry.telemetry.metrics import AGES, LABELS, REJECTED, EndpointMetrics
+from kvferry.telemetry.observer import LoopStatus, WaitReason
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "metrics.md").read_text()
@@ -85,7 +85,7 @@ def collected(registry: CollectorRegistry, common: tuple[str, ...] = ()) -> set[
 
 def test_every_endpoint_metric_has_a_row() -> None:
     registry = CollectorRegistry()
-    meter = EndpointMetrics("prefill/0", "shm", registry)
+    meter = EndpointMetrics("prefill/0", "shm", "source", registry)
     meter.room_ended(Handle(1), Done())
     for job in (over(TransferMode.RUNS), over(TransferMode.RUNS, WriteFate.FAILED)):
         meter.write(job, 0.0)
@@ -140,6 +140,8 @@ def test_every_label_value_is_listed() -> None:
     assert set(RejectReason) <= set(words(served["kvferry_http_rejected_total"]))
     cells = {words(name)[0]: meaning for name, _, _, meaning in rows("## Endpoints", 4)}
     assert set(TransferMode) <= set(words(cells["kvferry_writes_total"]))
+    assert set(WaitReason) <= set(words(TEXT.partition("of `kvferry_waiting_rooms`:")[2][:800]))
+    assert {age for _, age in AGES} <= set(words(cells["kvferry_pinned_pages"]))
     assert set(WriteFate) <= set(words(cells["kvferry_writes_failed_total"]))
     assert f"`silence_s` ({ProtocolConfig().silence_s:g} s by default)" in TEXT
 

@@ -7,7 +7,7 @@ access, so a scheduler can poll thousands of handles in each of its steps.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
 from math import inf
 from time import monotonic
@@ -36,14 +36,21 @@ class Handle:
         self.unusable: tuple[Block, ...] | None = None
         # The engine's request, for logs and traces.
         self.tag = NO_TAG
+        # Tokens whose pages are held for the room. Only the loop thread changes it.
+        self.num_tokens = 0
         self._abort = abort
         self._outcome: OneTimeResult[Outcome] = OneTimeResult()
         self._released: OneTimeResult[Literal[True]] = OneTimeResult()
 
     @property
+    def page_counts(self) -> Mapping[str, int]:
+        """Number of pages held for the room, by group."""
+        return {}
+
+    @property
     def num_pages(self) -> int:
         """Number of pages held for the room, in the group that has the most."""
-        return 0
+        return max(self.page_counts.values(), default=0)
 
     # ------------------------------------------------------------ for the engine
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from kvferry.discovery.records import InstanceView
 from kvferry.endpoint.handles import Handle
@@ -31,6 +31,7 @@ class Incoming(Handle):
     ) -> None:
         super().__init__(request.room, request.deadline, abort)
         self.request = request
+        self.num_tokens = request.request.num_tokens - request.request.prefix
         # The instance's name, or the view that the engine gave.
         self.prefill = prefill
         self._layout = layout
@@ -39,9 +40,9 @@ class Incoming(Handle):
         self.last_scatter: dict[Peer, Op] = {}
 
     @property
-    def num_pages(self) -> int:
-        """Number of pages held for the room, in the group that has the most."""
-        return max((len(table.pages) for table in self.request.tables), default=0)
+    def page_counts(self) -> Mapping[str, int]:
+        """Number of pages held for the room, by group."""
+        return {table.group: len(table.pages) for table in self.request.tables}
 
     @property
     def bad_pages(self) -> dict[str, list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 from kvferry.endpoint.arguments import bytes_of, check_event, span_of, token_count
@@ -74,9 +74,9 @@ class Outgoing(Handle):
         self.steps: deque[PendingStep] = deque()
 
     @property
-    def num_pages(self) -> int:
-        """Number of pages held for the room, in the group that has the most."""
-        return self.tables.num_pages
+    def page_counts(self) -> Mapping[str, int]:
+        """Number of pages held for the room, by group."""
+        return self.tables.page_counts
 
     def prepare(self, tokens: tuple[int, int], pages: Pages) -> None:
         """Announce that the tokens ``(first, end)`` will be computed into these pages.

@@ -33,7 +33,10 @@ class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ApiError(KvferryError):
-    """An error response. ``document`` replaces the body if another server has written it."""
+    """An error response. ``document`` replaces the body if another server has written it.
+
+    ``retry_after_s`` tells the client when to ask again.
+    """
 
     def __init__(
         self,
@@ -43,9 +46,11 @@ class ApiError(KvferryError):
         code: str | None = None,
         param: str | None = None,
         document: bytes = b"",
+        retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
+        self._headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
         kind = "invalid_request_error" if status < 500 else "server_error"
         self.body = ErrorBody(message=message, type=kind, param=param, code=code)
         self._document = document
@@ -57,7 +62,9 @@ class ApiError(KvferryError):
 
     def response(self) -> web.Response:
         """Return the HTTP response."""
-        return web.Response(body=self.document, status=self.status, content_type=JSON)
+        return web.Response(
+            body=self.document, status=self.status, content_type=JSON, headers=self._headers
+        )
 
     def event(self) -> bytes:
         """Return the error as an event, for a stream that has begun."""

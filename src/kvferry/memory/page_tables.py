@@ -274,9 +274,9 @@ class PageTableBuilder:
         self.add({group: (0, (row,)) for group, row in rows.items()})
 
     @property
-    def num_pages(self) -> int:
-        """Number of pages of the largest group."""
-        return max((known.num_pages for known in self._known.values()), default=0)
+    def page_counts(self) -> dict[str, int]:
+        """Number of known pages by group."""
+        return {group: known.num_pages for group, known in self._known.items()}
 
     def tables(self) -> dict[str, PageTable]:
         """Return the tables by group, as ``bind`` takes them."""

@@ -174,6 +174,14 @@ def contiguous_pools(layout: Layout, rank: int, num_pages: int, num_rows: int = 
     return Pools(PoolMap(tuple(placements)), tuple(sizes))
 
 
+def page_bytes(layout: Layout, rank: int) -> dict[str, int]:
+    """Return the bytes that a rank keeps in a page of each of its groups, over all its layers."""
+    sizes: dict[str, int] = {}
+    for one in contiguous_pools(layout, rank, 1).map.placements:
+        sizes[one.group] = sizes.get(one.group, 0) + one.page_stride * len(one.bases)
+    return sizes
+
+
 def _dense(
     layout: Layout,
     group: Group,

@@ -95,6 +95,11 @@ class CreditBook:
         account = self.accounts.get(key)
         return dict(account.outstanding) if account else {}
 
+    @property
+    def num_outstanding(self) -> int:
+        """Number of credits that were granted and not used."""
+        return sum(len(account.outstanding) for account in self.accounts.values())
+
     def _enqueue(self, key: AccountKey, account: Account) -> None:
         if account.granted < account.wanted and len(account.outstanding) < account.window:
             self._queue.setdefault(key)

@@ -95,6 +95,11 @@ class TargetRoom:
         return Status.MOVING if self.ledger.begun else Status.WAITING
 
     @property
+    def num_tokens(self) -> int:
+        """Number of tokens to receive: those behind the cached prefix."""
+        return self.wanted.request.num_tokens - self.wanted.request.prefix
+
+    @property
     def is_quarantined(self) -> bool:
         """Whether the room has failed and waits for proof from a lost source."""
         return self.failure is not None and any(

@@ -15,6 +15,7 @@ from kvferry.config import ProtocolConfig
 from kvferry.errors import Misuse, Refused
 from kvferry.ids import Generation, Op, Peer, Room
 from kvferry.plan.places import PoolMap
+from kvferry.plan.plan import Request
 from kvferry.protocol.credits import CreditBook
 from kvferry.protocol.declines import Declined, Declines
 from kvferry.protocol.events import (
@@ -22,6 +23,7 @@ from kvferry.protocol.events import (
     ConnectRefused,
     Decline,
     Event,
+    Instance,
     PeerRestarted,
     Receive,
     Release,
@@ -141,6 +143,9 @@ class TargetMachine(Machine):
         if event.room in self.rooms:
             raise Misuse(f"room {event.room!r} is already being received; use another id")
         failure = self._room_refusal(event.deadline, len(self.rooms))
+        failure = failure or self._token_refusal(wanted.request)
+        if failure and failure.code is not FailureCode.DEADLINE:
+            self._decline(event.room, event.prefill, failure)
         failure = failure or self.peers.prefill_refusal(event.prefill)
         if failure:
             self.outbox.do(Report(event.room, failure))
@@ -165,18 +170,30 @@ class TargetMachine(Machine):
     def _on_decline(self, event: Decline) -> None:
         if event.room in self.rooms:
             raise Misuse(f"room {event.room!r} is being received; abort it instead")
+        failure = Failure.of(FailureCode.ABORTED, "not wanted at decode")
+        self._decline(event.room, event.prefill, failure)
+
+    def _decline(self, name: Room, prefill: Instance, failure: Failure) -> None:
+        """Tell every source of a room that this target will not receive it."""
         try:
-            plan = self.peers.plan_with(event.prefill.layout)
+            plan = self.peers.plan_with(prefill.layout)
         except Refused:
             # This instance can't send anything to this target.
             return
-        failure = Failure.of(FailureCode.ABORTED, "not wanted at decode")
         self._generations += 1
         for source in plan.contacts(self.me.rank):
-            link = self.peers.link_to(Peer(event.prefill.name, source), plan)
+            link = self.peers.link_to(Peer(prefill.name, source), plan)
             generation = Generation(self._generations)
-            self.declines.add(Declined(link, event.room, generation, failure))
+            self.declines.add(Declined(link, name, generation, failure))
         self._send_declines()
+
+    def _token_refusal(self, request: Request) -> Failure | None:
+        """Return why a request's tokens do not fit beside those of all open rooms."""
+        most, num_open = self.config.max_tokens, sum(r.num_tokens for r in self.rooms.values())
+        if most is None or num_open + request.num_tokens - request.prefix <= most:
+            return None
+        text = f"{num_open} tokens are being received here, and {most} at most; retry later"
+        return Failure.of(FailureCode.TOO_MANY_ROOMS, text)
 
     def _send_declines(self) -> None:
         for one in self.declines.due(self.outbox.now, self.config.resend_s):

@@ -38,6 +38,9 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+/-]{0,199}")
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How an engine shards, pages and batches. ``threads`` is per rank.
 
+    ``max_requests`` are computed at a time. A worker takes ``max_in_flight`` requests, of
+    ``max_in_flight_tokens`` tokens with their longest answers, and answers more with status 429.
+    None is twice ``max_requests``, and twice ``cache_tokens``.
     ``step_tokens`` bounds one step, and so a chunk. Ranks have ``timeout_s`` to start; a step in
     which a rank does not answer for ``lost_s`` ends the engine.
     """
@@ -50,6 +53,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     threads: Count = 1
     cache_tokens: Count = 8192
     max_requests: Count = 32
+    max_in_flight: Count | None = None
+    max_in_flight_tokens: Count | None = None
     step_tokens: Count = 256
     prefix_cache: bool = True
     timeout_s: float = 120.0
@@ -63,6 +68,16 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for name in POSITIVE:
             if getattr(self, name) <= 0:
                 raise InputError(f"{name} must be above 0, not {getattr(self, name):g}")
+
+    @property
+    def in_flight_limit(self) -> int:
+        """The largest number of requests that a worker takes at a time."""
+        return self.max_in_flight or 2 * self.max_requests
+
+    @property
+    def in_flight_token_limit(self) -> int:
+        """The largest number of tokens of these requests."""
+        return self.max_in_flight_tokens or 2 * self.cache_tokens
 
     def layout(self, config: ModelConfig) -> Layout:
         """Return the layout of the cache, from which a rank's heads and its memory follow."""

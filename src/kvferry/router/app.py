@@ -52,7 +52,7 @@ class Router:
             for name, url in map(named_url, urls)
         ]
         self._options = options
-        self.pool = WorkerPool(options.policy, options.lost_s, fixed)
+        self.pool = WorkerPool(options.policy, options.lost_s, fixed, options.max_in_flight)
         self.metrics = RouterMetrics(self.pool)
         self._adapter = adapter
         self._forwarder = Forwarder(options, self.pool, self.metrics, adapter, key)

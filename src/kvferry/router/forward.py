@@ -10,6 +10,8 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from functools import partial
+from math import inf
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -22,6 +24,7 @@ from kvferry.router.bodies import ApiCall, new_id
 from kvferry.router.first_token import Continuation, continuation
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.options import FirstTokenFrom, OnFailure, RouterOptions
+from kvferry.router.queue import RequestQueue
 from kvferry.router.streams import WholeEvents, begin, end_with, relay
 from kvferry.router.upstream import (
     AttemptOutcome,
@@ -55,6 +58,7 @@ class AttemptState:
     local: bool = False
     losses: int = 0
     failure: FailedAttempt | None = None
+    queued_until: float = inf
 
 
 class WorkerPair(NamedTuple):
@@ -144,6 +148,7 @@ class Forwarder:
         self._pool = pool
         self._metrics = metrics
         self._session: aiohttp.ClientSession | None = None
+        self._queue = RequestQueue(options, pool, metrics)
         self._background: set[asyncio.Task[Any]] = set()
 
     async def close(self) -> None:
@@ -158,7 +163,9 @@ class Forwarder:
         deadline = asyncio.get_running_loop().time() + self._options.deadline_s
         with Upstream(self._session, self._key) as upstream:
             async with self._before(deadline):
-                opened = await self._open(upstream, call, AttemptState())
+                until = asyncio.get_running_loop().time() + self._options.queue_s
+                tried = AttemptState(queued_until=until)
+                opened = await self._open(upstream, call, tried)
             headers = _names(opened.pair)
             if isinstance(opened, FirstTokenOpened):
                 response = await begin(request, headers, {})
@@ -196,11 +203,13 @@ class Forwarder:
     async def _open_rest(self, upstream: Upstream, first: FirstTokenOpened) -> OpenResponse:
         """Ask the decode worker of the pair; if it fails, begin anew with the longer prompt."""
         assert first.pair.prefill is not None
-        rest, tried = first.rest, AttemptState(attempts=1)
+        until = asyncio.get_running_loop().time() + self._options.queue_s
+        rest, tried = first.rest, AttemptState(attempts=1, queued_until=until)
         body = self._adapter.for_rest(
             rest, first.room, first.pair.prefill.name, self._options.room_s
         )
-        sent = await self._send(upstream, first.pair.decode, rest.call, body)
+        with first.pair.decode.count_request():
+            sent = await self._send(upstream, first.pair.decode, rest.call, body)
         outcome = self._adapter.classify(sent)
         self._metrics.attempt(outcome)
         if isinstance(outcome, OpenResponse):
@@ -229,18 +238,24 @@ class Forwarder:
         )
         while True:
             tried.local = tried.local or not self._adapter.can_split(call)
-            pair = choose(self._pool, call, tried)
-            tried.attempts += 1
-            if early and pair.prefill is not None:
-                outcome = await self._attempt_in_turn(upstream, call, pair, pair.prefill)
-            else:
-                outcome = await self._attempt(upstream, call, pair)
+            next_pair = partial(choose, self._pool, call, tried)
+            pair = await self._queue.admit(next_pair, tried.queued_until)
+            with pair.decode.count_request():
+                if early and pair.prefill is not None:
+                    outcome = await self._attempt_in_turn(upstream, call, pair, pair.prefill)
+                else:
+                    outcome = await self._attempt(upstream, call, pair)
             if isinstance(outcome, FirstTokenOpened):
                 self._metrics.first_tokens.inc()
                 return outcome
             self._metrics.attempt(outcome)
             if isinstance(outcome, OpenResponse):
                 return Opened(pair, outcome)
+            if outcome.fault_domain is FaultDomain.FULL:
+                # Other routers have filled it. This request waits, and has lost no attempt.
+                outcome.worker.refuses = True
+                continue
+            tried.attempts += 1
             self._record_failure(call, tried, pair, outcome)
 
     def _record_failure(
@@ -319,7 +334,7 @@ class Forwarder:
         assert self._session is not None
         try:
             async with asyncio.timeout(self._options.room_s):
-                with Upstream(self._session, self._key) as upstream:
+                with Upstream(self._session, self._key) as upstream, worker.count_request():
                     sent = await upstream.send(
                         *(worker, call.path, body), stream=False, headers=headers
                     )

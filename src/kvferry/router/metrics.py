@@ -40,6 +40,11 @@ class RouterMetrics:
             "Streams whose first token came from prefill",
             registry=self.registry,
         )
+        self.queued = Gauge(
+            "kvferry_router_queued",
+            "Requests that wait for a worker that is not full",
+            registry=self.registry,
+        )
         self._workers = Gauge(
             "kvferry_router_workers",
             "Known workers",

@@ -57,6 +57,8 @@ MAX_MISSES = 2
 class RouterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of a router. It uses workers of the discovery service and at the given URLs.
 
+    ``max_in_flight`` limits the requests at a decode worker that reports no limit of its own. If
+    all workers are full, up to ``max_queued`` requests wait, each until ``queue_s`` from its start.
     ``deadline_s`` limits a whole request, ``room_s`` the prefill and transfer of one attempt. A
     worker that misses two health checks gets no new requests; after ``lost_s`` without a
     successful check its requests in flight fail. Prefill workers of vLLM are given as
@@ -75,6 +77,9 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     on_failure: OnFailure = OnFailure.LOCAL
     first_token: FirstTokenFrom = FirstTokenFrom.PREFILL
     attempts: int = 3
+    max_in_flight: int | None = None
+    max_queued: int = 256
+    queue_s: float = 30.0
     deadline_s: float = 600.0
     room_s: float = 120.0
     poll_s: float = 1.0
@@ -93,7 +98,13 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         if self.attempts < 1:
             raise InputError(f"attempts must be at least 1, not {self.attempts}")
-        for name in ("deadline_s", "room_s", "poll_s", "lost_s"):
+        if self.max_queued < 0:
+            raise InputError(f"max_queued must be 0 or more, not {self.max_queued}")
+        if self.max_in_flight is not None and self.max_in_flight < 1:
+            raise InputError(
+                f"max_in_flight must be at least 1, not {self.max_in_flight}; leave it out for none"
+            )
+        for name in ("deadline_s", "room_s", "poll_s", "lost_s", "queue_s"):
             if not 0 < getattr(self, name) <= 86400:
                 raise InputError(
                     f"{name} must be above 0 and at most 86400, not {getattr(self, name):g}"

@@ -121,4 +121,5 @@ def worker_status(worker: Worker) -> WorkerStatus:
         up=worker.up,
         in_flight=worker.in_flight,
         problem=worker.problem,
+        max_in_flight=worker.max_in_flight,
     )

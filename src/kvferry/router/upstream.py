@@ -32,8 +32,10 @@ TRANSFER_FAILED = "kv_transfer_failed"
 WORKER_LOST = "worker_lost"
 # Another worker would fail in the same way.
 REQUEST_FAILED = ("sampling_failed", "request_broke_worker")
-# Statuses of an overloaded worker; another one may have capacity.
-BUSY = (408, 429)
+# Of a worker that has as many requests as it takes. Another one may have capacity.
+FULL = 429
+# Of an overloaded worker that could not read the request in time.
+SLOW = 408
 
 
 class FaultDomain(Enum):
@@ -41,6 +43,7 @@ class FaultDomain(Enum):
 
     LOST means that a worker vanished while it had the request. Either somebody killed it or the
     request did; the router cannot tell. REJECTED means that a worker accepts no requests any more.
+    FULL is no failure: the worker takes no more requests now.
     """
 
     REQUEST = auto()
@@ -48,6 +51,7 @@ class FaultDomain(Enum):
     WORKER = auto()
     LOST = auto()
     REJECTED = auto()
+    FULL = auto()
 
 
 class FailedAttempt(NamedTuple):
@@ -116,9 +120,8 @@ class Upstream:
         """Send a request; return its whole response, or the first ``num_events`` of a stream."""
         more = {"Content-Type": JSON} | (headers or {})
         try:
-            with worker.count_request():
-                work = self._send(worker, path, body, num_events if stream else 0, more)
-                return await run_unless_lost(worker, work)
+            work = self._send(worker, path, body, num_events if stream else 0, more)
+            return await run_unless_lost(worker, work)
         except NotConnected as error:
             return FailedAttempt(worker, FaultDomain.WORKER, str(error))
         except WorkerBroke as error:
@@ -234,7 +237,9 @@ def _failed_attempt(worker: Worker, status: int, document: bytes) -> FailedAttem
         fault_domain = FaultDomain.TRANSFER
     elif code == WORKER_LOST:
         fault_domain = FaultDomain.LOST
-    elif code in REQUEST_FAILED or (400 <= status < 500 and status not in BUSY):
+    elif status == FULL:
+        fault_domain = FaultDomain.FULL
+    elif code in REQUEST_FAILED or (400 <= status < 500 and status != SLOW):
         fault_domain = FaultDomain.REQUEST
     return FailedAttempt(worker, fault_domain, message, status, code, document)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -42,14 +42,21 @@ class WorkerUnhealthy(KvferryError):
     """A worker reports that it cannot be used."""
 
 
+class AllFull(KvferryError):
+    """Every worker that could take a request has as many as it takes."""
+
+
 class WorkerHealth(msgspec.Struct, frozen=True):
-    """Fields of a worker's ``/healthz`` that the router reads."""
+    """Fields of a worker's ``/healthz`` that the router reads. A limit of None is unknown."""
 
     role: str
     name: str
     model: str
     running: int = 0
     waiting: int = 0
+    max_in_flight: int | None = None
+    in_flight_tokens: int = 0
+    max_in_flight_tokens: int | None = None
     life: str = ""
     proof: str = ""
     problem: str = ""
@@ -57,7 +64,11 @@ class WorkerHealth(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False, slots=True)
 class Worker:
-    """One worker. ``in_flight`` counts this router's requests, ``others`` all further ones."""
+    """One worker. ``in_flight`` counts this router's requests, ``others`` all further ones.
+
+    ``refuses``: the worker has answered that it is full, or its tokens are used up, and no request
+    has ended there since. ``on_change`` is called when a request ends.
+    """
 
     url: str
     role: WorkerRole
@@ -70,6 +81,9 @@ class Worker:
     problem: str = "not checked yet"
     in_flight: int = 0
     others: int = 0
+    max_in_flight: int | None = None
+    refuses: bool = False
+    on_change: Callable[[], None] = lambda: None
     last_chosen: int = 0
     well_at: float = float("-inf")
     left_out_until: float = float("-inf")
@@ -81,6 +95,12 @@ class Worker:
         """Number of requests at the worker, as far as known."""
         return self.in_flight + self.others
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the worker takes no request beside those that it has."""
+        is_at_limit = self.max_in_flight is not None and self.load >= self.max_in_flight
+        return self.refuses or is_at_limit
+
     @contextlib.contextmanager
     def count_request(self) -> Iterator[None]:
         """Count a request in flight while the block runs."""
@@ -89,6 +109,8 @@ class Worker:
             yield
         finally:
             self.in_flight -= 1
+            self.refuses = False
+            self.on_change()
 
     def mark_down(self, problem: str) -> None:
         """Use the worker no more until a health check succeeds."""
@@ -104,17 +126,27 @@ class Worker:
 
 
 class WorkerPool:
-    """All known workers."""
+    """All known workers.
+
+    ``max_in_flight`` is for decode workers that report no limit. ``on_change`` is called when a
+    worker may have become free, or has gone.
+    """
 
     def __init__(
-        self, policy: BalancePolicy, lost_s: float, fixed: Iterable[AnnouncedWorker] = ()
+        self,
+        policy: BalancePolicy,
+        lost_s: float,
+        fixed: Iterable[AnnouncedWorker] = (),
+        max_in_flight: int | None = None,
     ) -> None:
         self._policy = policy
         self._lost_s = lost_s
+        self._max_in_flight = max_in_flight
+        self.on_change: Callable[[], None] = lambda: None
         self._choices = 0
-        self._workers = {
-            entry.url: Worker(entry.url, entry.role, entry.name, fixed=True) for entry in fixed
-        }
+        self._workers: dict[str, Worker] = {}
+        for entry in fixed:
+            self._add(entry, fixed=True)
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -126,6 +158,14 @@ class WorkerPool:
         found = {worker.model for worker in self.workers if worker.role is WorkerRole.DECODE}
         return sorted(found - {""})
 
+    def _add(self, entry: AnnouncedWorker, *, fixed: bool) -> None:
+        self._workers[entry.url] = Worker(
+            *(entry.url, entry.role, entry.name, fixed), on_change=self._changed
+        )
+
+    def _changed(self) -> None:
+        self.on_change()
+
     # ------------------------------------------------------------ health
 
     def update_listed(self, announced: Iterable[AnnouncedWorker]) -> None:
@@ -134,7 +174,7 @@ class WorkerPool:
         for url, entry in listed.items():
             worker = self._workers.get(url)
             if worker is None:
-                self._workers[url] = Worker(url, entry.role, entry.name, fixed=False)
+                self._add(entry, fixed=False)
             elif not worker.fixed:
                 worker.role, worker.name, worker.listed = entry.role, entry.name, True
         for worker in self.workers:
@@ -154,6 +194,12 @@ class WorkerPool:
         worker.others = max(0, health.running + health.waiting - worker.in_flight)
         worker.well_at = now
         worker.lost.clear()
+        worker.max_in_flight = health.max_in_flight
+        if worker.max_in_flight is None and worker.role is WorkerRole.DECODE:
+            worker.max_in_flight = self._max_in_flight
+        most = health.max_in_flight_tokens
+        worker.refuses = most is not None and health.in_flight_tokens >= most
+        self.on_change()
 
     def mark_missed(self, worker: Worker, problem: str, now: float, *, sure: bool) -> None:
         """Take a failed health check; ``sure`` means that it was not only slow."""
@@ -166,6 +212,7 @@ class WorkerPool:
         # A worker that is stopping may still finish its requests; a silent one does not.
         self.mark_lost_if_silent(worker, now)
         self._forget_if_gone(worker)
+        self.on_change()
 
     def mark_lost_if_silent(self, worker: Worker, now: float) -> None:
         """Mark a worker lost if it missed a check and has been silent for ``lost_s``."""
@@ -179,7 +226,10 @@ class WorkerPool:
     # ------------------------------------------------------------ choice
 
     def choose(self, role: WorkerRole, model: str, avoid: Collection[str] = ()) -> Worker | None:
-        """Return the next worker for a model, or None if all must be avoided."""
+        """Return the next worker for a model, or None if all must be avoided.
+
+        Raises ``AllFull`` if there are some that need not be avoided, and none takes a request now.
+        """
         fitting = [
             worker
             for worker in self.workers
@@ -188,6 +238,9 @@ class WorkerPool:
         ]
         if not fitting:
             return None
+        fitting = [worker for worker in fitting if not worker.is_full]
+        if not fitting:
+            raise AllFull(f"all {role} workers are full; retry later")
         by_load = self._policy is BalancePolicy.LEAST_LOADED
         chosen = min(fitting, key=lambda worker: (worker.load * by_load, worker.last_chosen))
         self._choices += 1

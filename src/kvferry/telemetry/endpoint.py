@@ -77,7 +77,9 @@ class EndpointTelemetry:
         trace_events: int,
     ) -> None:
         self._fixed = fixed
-        self.meter = EndpointMetrics(fixed.name, transport, registry) if metrics else None
+        self.meter = (
+            EndpointMetrics(fixed.name, transport, fixed.role, registry) if metrics else None
+        )
         # Without observing anything, the buffer stays empty.
         self.traces = TraceBuffer(fixed.name, fixed.role, trace_events)
         tracer = find_tracer() if trace_events else None
@@ -128,6 +130,8 @@ class EndpointTelemetry:
             num_failed=stats.rooms.total() - stats.rooms["done"],
             staging_used_bytes=stats.staging_used_bytes,
             pages_held=sum(room.num_pages for room in rooms),
+            tokens_held=sum(room.num_tokens for room in rooms),
+            quarantined_bytes=stats.quarantined_bytes,
             bytes_per_s=sum(self._rates.bytes_per_s.values()),
             rooms_per_s=self._rates.rooms_per_s,
             links=tuple(

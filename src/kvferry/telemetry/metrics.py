@@ -20,7 +20,13 @@ from kvferry.plan.choose import TransferMode
 from kvferry.protocol.outcome import Failure, Outcome
 from kvferry.protocol.states import LinkState
 from kvferry.telemetry.histograms import RATES, SECONDS, Buckets, HistogramTable
-from kvferry.telemetry.observer import LoopStatus, ObservedRoom, ObservedWrite, Observer
+from kvferry.telemetry.observer import (
+    LoopStatus,
+    ObservedRoom,
+    ObservedWrite,
+    Observer,
+    WaitReason,
+)
 from kvferry.telemetry.steps import StepKind
 
 LABELS = ("endpoint", "transport")
@@ -28,6 +34,8 @@ LABELS = ("endpoint", "transport")
 REJECTED = ("refused", "misdirected", "other-incarnation")
 IMPATIENT = "impatient"
 KEPT = (LinkState.GREETING, LinkState.UP)
+# Ages of rooms in seconds, each with the name of the ages from it up to the next.
+AGES = ((0.0, "0-1s"), (1.0, "1-10s"), (10.0, "10-60s"), (60.0, "60s+"))
 COPY_STAGES = {StepKind.GATHERED: "gather", StepKind.SCATTERED: "scatter"}
 
 
@@ -53,6 +61,11 @@ class _Metrics:
         self.credit_waits = counter("credit_waits", "Chunks written directly for want of a credit")
         self.open_rooms = gauge("open_rooms", "Rooms whose memory is held")
         self.quarantined = gauge("quarantined_rooms", "Failed rooms whose memory waits for proof")
+        self.quarantined_bytes = gauge("quarantined_bytes", "Memory that waits for proof", "side")
+        self.pinned_pages = gauge("pinned_pages", "Pages held for rooms", "side", "age")
+        self.pinned_tokens = gauge("pinned_tokens", "Tokens in these pages", "side", "age")
+        self.waiting = gauge("waiting_rooms", "Open rooms by what they wait for", "side", "reason")
+        self.credits = gauge("outstanding_credits", "Staging credits granted, not used", "side")
         self.staging_used = gauge("staging_used_bytes", "Staging memory in use")
         self.staging_total = gauge("staging_bytes", "Staging memory in all")
         self.broken = counter("broken_threads", "Endpoint threads that a bug has ended", "thread")
@@ -111,16 +124,19 @@ class EndpointStats:
     # Transport of each link that is up, by peer.
     links: dict[str, str] = field(default_factory=dict)
     staging_used_bytes: int = 0
+    quarantined_bytes: int = 0
 
 
 class EndpointMetrics(Observer):
     """One endpoint's series. Belongs to the loop thread."""
 
     def __init__(
-        self, endpoint: str, transport: str, registry: CollectorRegistry | None = None
+        self, endpoint: str, transport: str, side: str, registry: CollectorRegistry | None = None
     ) -> None:
         self._metrics = _metrics_of(REGISTRY if registry is None else registry)
         self._labels = (endpoint, transport)
+        self._side = side
+        self._held = self._held_series()
         self._linked: set[str] = set()
         self._seen: Tally[str] = Tally()
         self.stats = EndpointStats()
@@ -218,6 +234,7 @@ class EndpointMetrics(Observer):
         metrics.open_rooms.labels(*labels).set(status.num_open)
         metrics.quarantined.labels(*labels).set(status.num_quarantined)
         metrics.heartbeat_age.labels(*labels).set(age_s)
+        self._set_held(status)
         if status.staging_bytes:
             self.stats.staging_used_bytes = status.staging_used_bytes
             metrics.staging_used.labels(*labels).set(status.staging_used_bytes)
@@ -233,6 +250,34 @@ class EndpointMetrics(Observer):
                 metrics.credit_waits.labels(*labels).inc(new)
             elif new:
                 self.refused(what, new)
+
+    def _held_series(self) -> dict[tuple[str, str], tuple[Gauge, tuple[str, ...]]]:
+        """Return the gauge and the labels of each amount that ``_set_held`` sets."""
+        metrics, labels = self._metrics, (*self._labels, self._side)
+        found: dict[tuple[str, str], tuple[Gauge, tuple[str, ...]]] = {
+            ("credits", ""): (metrics.credits, labels),
+            ("quarantined", ""): (metrics.quarantined_bytes, labels),
+        }
+        for _, age in AGES:
+            found["pages", age] = (metrics.pinned_pages, (*labels, age))
+            found["tokens", age] = (metrics.pinned_tokens, (*labels, age))
+        for reason in WaitReason:
+            found["rooms", reason] = (metrics.waiting, (*labels, reason))
+        return found
+
+    def _set_held(self, status: LoopStatus) -> None:
+        """Set the gauges of what open rooms pin and wait for."""
+        amounts: Tally[tuple[str, str]] = Tally({("credits", ""): status.num_credits})
+        for room in status.rooms:
+            age = next(name for least, name in reversed(AGES) if room.age_s >= least)
+            amounts["pages", age] += room.num_pages
+            amounts["tokens", age] += room.num_tokens
+            amounts["rooms", room.reason] += 1
+            if room.reason is WaitReason.QUARANTINE:
+                amounts["quarantined", ""] += room.num_bytes
+        self.stats.quarantined_bytes = amounts["quarantined", ""]
+        for key, (gauge, labels) in self._held.items():
+            gauge.labels(*labels).set(amounts[key])
 
     def link_up(self, peer: Peer, transport: str) -> None:
         """Count the link immediately, without waiting for the next status."""
@@ -271,6 +316,7 @@ class EndpointMetrics(Observer):
                 metrics.heartbeat_age,
             )
         ]
+        gone += self._held.values()
         gone += [(metrics.links, (self._labels[0], transport)) for transport in self._linked]
         gone += [(metrics.stalled, (*self._labels, thread)) for thread in self.stats.stalled]
         for gauge, labels in gone:

@@ -8,6 +8,7 @@ empty method.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
 from kvferry.ids import Peer, Room
@@ -29,6 +30,7 @@ class ObservedRoom(Protocol):
     begun: float
     # When a source's engine pushed its last chunk.
     finished: float | None
+    num_tokens: int
 
     @property
     def num_pages(self) -> int:
@@ -47,8 +49,34 @@ class ObservedWrite(Protocol):
     transport: str
 
 
+class WaitReason(StrEnum):
+    """What an open room waits for."""
+
+    INSTANCE = "instance"  # discovery lists no complete prefill instance of that name
+    LINK = "link"  # a handshake with the prefill instance
+    OFFER = "offer"  # at a source: no target has named its pages
+    PUSH = "push"  # the prefill engine has pushed nothing yet
+    CREDIT = "credit"  # at a source: a chunk waits for a staging slot of its target
+    WRITES = "writes"  # more chunks, or writes in flight
+    RELEASE = "release"  # a failed room, until its writes have ended or its peers have confirmed
+    QUARANTINE = "quarantine"  # a failed room, until its lost peer is proven gone
+
+
+class HeldRoom(NamedTuple):
+    """One open room and the memory that it pins at this rank."""
+
+    age_s: float
+    reason: WaitReason
+    num_pages: int
+    num_tokens: int
+    num_bytes: int
+
+
 class LoopStatus(NamedTuple):
-    """State of a loop at a time. Read the machine's ``links`` and ``counts`` in ``status`` only."""
+    """State of a loop at a time. Read the machine's ``links`` and ``counts`` in ``status`` only.
+
+    ``num_credits``: staging credits that were granted and not used.
+    """
 
     at: float
     num_open: int
@@ -57,6 +85,8 @@ class LoopStatus(NamedTuple):
     staging_bytes: int
     links: Collection[Link]
     counts: Mapping[str, int]
+    num_credits: int = 0
+    rooms: Collection[HeldRoom] = ()
 
 
 class Observer:

@@ -55,6 +55,8 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     staging_bytes: Count = 0
     pages_held: Count = 0
     pages: Count = 0
+    tokens_held: Count = 0
+    quarantined_bytes: Count = 0
     bytes_per_s: float = 0.0
     rooms_per_s: float = 0.0
 
@@ -140,7 +142,7 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker in a router's pool."""
+    """A worker in a router's pool. ``max_in_flight`` is None if it reports no limit."""
 
     name: str
     role: str
@@ -149,6 +151,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     up: bool
     in_flight: int
     problem: str
+    max_in_flight: int | None = None
 
 
 class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):

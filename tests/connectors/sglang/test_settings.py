@@ -13,6 +13,7 @@ from kvferry.connectors.sglang.settings import ServerSettings, read_settings, va
 
 ALL = {
     "KVFERRY_KEY_FILE": "/etc/kvferry.key",
+    "KVFERRY_DISCOVERY": "etcd://10.0.0.9:2379/kvferry",
     "KVFERRY_HOST": "10.0.0.1",
     "KVFERRY_TRANSPORT": "mooncake",
     "KVFERRY_MODEL": "m",
@@ -48,6 +49,7 @@ def test_each_setting_has_a_variable() -> None:
         ("KVFERRY_SILENCE_S", "long", "Expected `float`, got `str`; correct it or unset it"),
         ("KVFERRY_SILENCE_S", "0", "must be above 0 and finite"),
         ("KVFERRY_SILENCE_S", "1.5", "must be at least twice heartbeat_s"),
+        ("KVFERRY_DISCOVERY", "10.0.0.9:2379", "http://|etcd://"),
         ("KVFERRY_DEADLINE_S", "-1", "> 0.0; correct it or unset it"),
         ("KVFERRY_DEADLINE_S", "inf", "must be above 0 and finite"),
         ("KVFERRY_STAGING_BYTES", "64M", "correct it or unset it"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from connectors.sglang.schedulers import (
     settings_of,
     until,
 )
+from discovery.etcd_cluster import EtcdCluster
 from numpy.typing import NDArray
 
 from kvferry import DiscoveryServer, KvferryError, Status, TransferMode, make_transport
@@ -101,13 +103,17 @@ class Pair:
         self.url = server.url
         self.address = server.url.removeprefix("http://")
 
-    def prefill(self, tp: int, page: int, *, dp: tuple[int, int] = (0, 1)) -> list[Any]:
-        replica = Replica("here", *dp)
+    def prefill(
+        self, tp: int, page: int, *, dp: tuple[int, int] = (0, 1), address: str = "here"
+    ) -> list[Any]:
+        replica = Replica(address, *dp)
         return [self._side(PrefillManager, replica, tp, rank, page, self.url) for rank in range(tp)]
 
-    def decode(self, tp: int, page: int, name: str = "decode") -> list[Any]:
+    def decode(
+        self, tp: int, page: int, name: str = "decode", *, shared: str | None = None
+    ) -> list[Any]:
         replica = Replica(name, 0, 1)
-        sides = [self._side(DecodeManager, replica, tp, rank, page, None) for rank in range(tp)]
+        sides = [self._side(DecodeManager, replica, tp, rank, page, shared) for rank in range(tp)]
         for _, manager in sides:
             until(lambda manager=manager: manager.try_ensure_parallel_info(self.address))
         return sides
@@ -117,7 +123,7 @@ class Pair:
     ) -> tuple[Rank, Any]:
         one = Rank(tp=tp, tp_rank=rank, heads=self._heads, page=page)
         manager = kind(SimpleNamespace(), one.settings(replica, url, self._deadline_s))
-        self._stack.callback(manager.endpoint.close)
+        self._stack.callback(manager.close)
         return one, manager
 
 
@@ -245,6 +251,29 @@ def test_issue_22536_an_abort_does_not_block_the_next_room() -> None:
             into.clear()
         carry(both, prefill, decode, room=99, num_tokens=16)
         assert all(sender.endpoint.statuses([8]) == [None] for _, sender in prefill)
+
+
+@pytest.mark.parametrize("service", ["built-in", "etcd"])
+def test_servers_may_share_one_discovery_service(service: str, tmp_path: Path) -> None:
+    with pair() as both, ExitStack() as stack:
+        if service == "etcd":
+            members = stack.enter_context(EtcdCluster(tmp_path, 1))
+            both.url = members.url("sglang")
+        # A request may name the server's host.
+        both.address = "localhost:8998"
+        prefill = both.prefill(2, 4, address="127.0.0.1:8998")
+        other = both.prefill(1, 4, address="127.0.0.1:8999")
+        decode = both.decode(1, 4, shared=both.url)
+        carry(both, prefill, decode, room=5, num_tokens=13)
+        both.address = "127.0.0.1:8999"
+        until(lambda: decode[0][1].try_ensure_parallel_info(both.address))
+        carry(both, other, decode, room=6, num_tokens=13)
+        both.address = "127.0.0.1:9000"
+        assert not decode[0][1].try_ensure_parallel_info(both.address)
+        problem = decode[0][1].prefill_info_table.problem(both.address)
+        assert "no instance registered" in problem
+        for _, manager in (*decode, *prefill, *other):
+            manager.close()
 
 
 def test_cached_prefix_is_not_written() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvferry.connectors.vllm.decode_scheduler import DecodeScheduler
 from kvferry.connectors.vllm.metadata import ReceiveRoom
 from kvferry.connectors.vllm.paging import BlockSelector
@@ -62,6 +64,23 @@ def test_request_without_blocks_is_declined() -> None:
     scheduler.request_finished("a")
     metadata = scheduler.take_metadata()
     assert (metadata.received, len(metadata.declined)) == ([], 1)
+
+
+@pytest.mark.parametrize("limits", [(1, None), (None, 79), (1, 1)])
+def test_rooms_beyond_the_limit_wait_for_another_to_end(limits: tuple[int | None, ...]) -> None:
+    scheduler = DecodeScheduler(BlockSelector(16), *limits)
+    for name in "ab":
+        assert scheduler.add_request(name, DecodeParams(name, "prefill-0"), 40, b"d")
+    assert scheduler.num_external_tokens("a", 0) == 40
+    scheduler.blocks_allocated("a", 40, [[3, 1, 2]])
+    assert scheduler.num_external_tokens("b", 0) is None
+    assert scheduler.num_external_tokens("b", 40) == 0, "it is cached here"
+    scheduler.ended("a")
+    assert scheduler.num_external_tokens("b", 0) == 40
+    scheduler.blocks_allocated("b", 40, [[4, 5, 6]])
+    scheduler.request_finished("b")
+    assert scheduler.add_request("c", PARAMS, 40, b"d")
+    assert scheduler.num_external_tokens("c", 0) == 40
 
 
 def test_failure_of_one_rank_aborts_the_others() -> None:

@@ -27,6 +27,7 @@ from kvferry.protocol.links import Link
 from kvferry.protocol.messages import Envelope, Staging
 from kvferry.protocol.outcome import Done
 from kvferry.protocol.states import LinkState
+from kvferry.telemetry.observer import WaitReason
 
 INCARNATION = 7
 PROBE_S, WAIT_S = 0.5, 15.0
@@ -60,8 +61,12 @@ class IdleSide(LoopSide):
 
     urgent = False
     num_free_slots = 0
+    num_credits = 0
 
     def handle_result(self, result: object) -> None: ...
+    def _first_wait(self, handle: object) -> WaitReason:
+        return WaitReason.OFFER
+
     def poll(self, now: float) -> None: ...
     def clean_up(self) -> None: ...
 

@@ -38,7 +38,7 @@ class Bench:
         # Notes, each with the number of answers and of counted writes before it.
         self.notes: list[tuple[Op, int, int]] = []
         self._problem = problem
-        meter = EndpointMetrics(str(ME), "shm", CollectorRegistry())
+        meter = EndpointMetrics(str(ME), "shm", "source", CollectorRegistry())
         rooms: RoomTable[Any] = RoomTable(ME, meter)
         validator = PageTableValidator(LAYOUT, 0, contiguous_pools(LAYOUT, 0, 4).map)
         self.handle = Outgoing("r", inf, validator, lambda *_: None, lambda _: None)

@@ -97,6 +97,10 @@ FLAGS: dict[str, dict[str, Any]] = {
     },
     "advertise": {"metavar": "HOST", "help": "where others reach it, if not --host"},
     "engine": {"choices": list(map(str, EngineName)), "help": "what the workers run (kvferry)"},
+    "max-in-flight": {
+        "metavar": "N",
+        "help": "requests at a decode worker that reports no limit, such as vLLM's (no limit)",
+    },
     "first-token": {
         "choices": list(map(str, FirstTokenFrom)),
         "help": "which of vLLM's workers sends a stream's first token, where prefill can (prefill)",
@@ -196,6 +200,8 @@ def router_of(args: argparse.Namespace) -> RouterOptions:
         fields["engine"] = EngineName(args.engine)
     if args.first_token is not None:
         fields["first_token"] = FirstTokenFrom(args.first_token)
+    if given("--max-in-flight", args.max_in_flight) is not None:
+        fields["max_in_flight"] = whole("--max-in-flight", least=1)(args.max_in_flight)
     discovery = given("--discovery", args.discovery)
     if discovery is None and not fields["decode_urls"]:
         raise InputError("a router without workers; give --discovery or --decode-url")

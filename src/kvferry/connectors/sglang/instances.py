@@ -4,6 +4,9 @@ Each data-parallel replica of a prefill server is an instance, registered at the
 port. A decode server knows only the address in the request. It lists the instances there, and uses
 the replica that the request names, or ``room % dp_size``. An instance of another engine can be
 used if it is the only one at the address, because SGLang can name nothing but the address.
+
+Servers may register in a discovery service that they share instead. The replicas of an address are
+then those whose name has it.
 """
 
 from __future__ import annotations
@@ -35,6 +38,15 @@ class Replica:
         if found is None:
             return None
         return Replica(found["address"], int(found["rank"]), int(found["size"]))
+
+
+def replicas_at(address: str, names: Iterable[str]) -> list[str]:
+    """Return the names of the replicas whose server is at a bootstrap address, in numbers.
+
+    The other names of a discovery service that many servers share are left out.
+    """
+    found = ((name, Replica.parse(name)) for name in names)
+    return [name for name, replica in found if replica is not None and replica.address == address]
 
 
 @dataclass(frozen=True)

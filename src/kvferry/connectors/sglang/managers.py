@@ -171,9 +171,13 @@ class DecodeManager(RankManager[TargetEndpoint]):
         super().__init__(kv_args, settings)
         cache = settings.cache
         self.endpoint = TargetEndpoint(
-            layout_of(cache), memory_of(cache), **self._endpoint_settings()
+            layout_of(cache),
+            memory_of(cache),
+            # To report its status; rooms get their views from the registry.
+            discovery=settings.discovery,
+            **self._endpoint_settings(),
         )
-        self.prefill_info_table = PrefillRegistry(settings.key)
+        self.prefill_info_table = PrefillRegistry(settings.key, settings.discovery)
         self._rooms: dict[int, Incoming] = {}
 
     def register_to_bootstrap(self) -> None:

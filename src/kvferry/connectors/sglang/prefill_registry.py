@@ -1,13 +1,15 @@
 """Prefill servers known to a decode rank, by the bootstrap address that requests carry.
 
-A bootstrap server is a discovery service. The registry lists its instances once and watches them,
-so that a restart is known before the next request. Discovery clients have their own threads; the
+A bootstrap server is a discovery service, unless servers share another one (``KVFERRY_DISCOVERY``).
+The registry lists its instances once and watches them, so that a restart is known before the next
+request. Discovery clients have their own threads; the
 scheduler's thread reads the last result, and waits only briefly for the first one of an address.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
@@ -19,8 +21,9 @@ from kvferry import (
     InstanceView,
     KvferryError,
     Summaries,
+    resolve_ip,
 )
-from kvferry.connectors.sglang.instances import PrefillInfo, instances_at
+from kvferry.connectors.sglang.instances import PrefillInfo, instances_at, replicas_at
 
 # Addresses come from clients, and each needs a thread.
 MAX_PREFILLS = 256
@@ -46,13 +49,21 @@ class BootstrapServer:
 class PrefillServer:
     """One bootstrap address.
 
-    The scheduler's thread reads ``info`` and ``view``; callbacks run on the client's thread.
+    ``shared``: the client of the discovery service that all servers share; without one, the
+    bootstrap server is asked. The scheduler's thread reads ``info`` and ``view``; callbacks run on
+    the client's thread.
     """
 
-    def __init__(self, address: str, key: ClusterKey | None) -> None:
+    def __init__(
+        self, address: str, key: ClusterKey | None, shared: DiscoveryClient | None = None
+    ) -> None:
         self.address = address
         self.problem = "it has not responded yet"
-        self._client = DiscoveryClient(f"http://{address}", key)
+        self._is_shared = shared is not None
+        # As servers name themselves.
+        self._numeric = numeric_address(address) if shared else address
+        self._client = shared or DiscoveryClient(f"http://{address}", key)
+        self._watches: dict[str, Callable[[InstanceView | None], None]] = {}
         self._listing: Future[Summaries] | None = None
         self._info: PrefillInfo | None = None
         self._views: dict[str, InstanceView] = {}
@@ -78,15 +89,19 @@ class PrefillServer:
         self._complete.wait(FIRST_RESPONSE_S)
 
     def close(self) -> None:
-        """Stop the discovery client."""
-        self._client.close()
+        """Stop watching."""
+        for name, callback in self._watches.items():
+            self._client.unwatch(name, callback)
+        if not self._is_shared:
+            self._client.close()
 
     def _on_listing(self, listing: Future[Summaries]) -> None:
         try:
             # kvferry's own workers also register their HTTP addresses.
             listed = listing.result().instances
             names = [each.name for each in listed if each.transport != "http"]
-            info = instances_at(self.address, names)
+            here = replicas_at(self._numeric, names) if self._is_shared else names
+            info = instances_at(self.address, here)
         except KvferryError as error:
             self.problem = str(error)
             return
@@ -94,7 +109,9 @@ class PrefillServer:
             return
         self._info = info
         for name in info.names:
-            self._client.watch(name, partial(self._on_view, name))
+            if name not in self._watches:
+                self._watches[name] = partial(self._on_view, name)
+                self._client.watch(name, self._watches[name])
 
     def _on_view(self, name: str, view: InstanceView | None) -> None:
         if view is None:
@@ -110,8 +127,9 @@ class PrefillServer:
 class PrefillRegistry:
     """All requested addresses, up to a limit. Belongs to the scheduler's thread."""
 
-    def __init__(self, key: ClusterKey | None) -> None:
+    def __init__(self, key: ClusterKey | None, discovery: str | None = None) -> None:
         self._key = key
+        self._shared = DiscoveryClient(discovery, key) if discovery else None
         self._servers: dict[str, PrefillServer] = {}
         self._rejection = ""
 
@@ -145,12 +163,14 @@ class PrefillRegistry:
         for server in self._servers.values():
             server.close()
         self._servers.clear()
+        if self._shared is not None:
+            self._shared.close()
 
     def _server(self, address: str) -> PrefillServer | None:
         if address not in self._servers:
             try:
                 self._drop_unusable()
-                self._servers[address] = PrefillServer(address, self._key)
+                self._servers[address] = PrefillServer(address, self._key, self._shared)
             except InputError as error:
                 self._rejection = str(error)
                 return None
@@ -166,3 +186,9 @@ class PrefillRegistry:
                 del self._servers[address]
                 return
         raise InputError(f"{MAX_PREFILLS} prefill servers are known; use more decode servers")
+
+
+def numeric_address(address: str) -> str:
+    """Return a bootstrap address with its host as a number, as servers name themselves."""
+    host, _, port = address.rpartition(":")
+    return f"{resolve_ip(host.strip('[]'))}:{port}"

@@ -78,7 +78,7 @@ def settings_of(kv_args: Any, server_args: Any, *, is_mla: bool, is_prefill: boo
         dtype=dtype_of(model),
         transport=given.transport,
         config=config,
-        discovery=_discovery() if is_prefill else None,
+        discovery=given.discovery or (_discovery() if is_prefill else None),
         key=key,
         record_event=EventRecorder(_device(gpu)).computed,
         synchronize=no_synchronization if gpu is None else _synchronize,

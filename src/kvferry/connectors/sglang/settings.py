@@ -16,6 +16,7 @@ from kvferry import (
     InputError,
     Transport,
     Waitable,
+    check_discovery_url,
     model_fingerprint,
 )
 from kvferry.connectors.settings import TransferSettings
@@ -39,8 +40,9 @@ def no_synchronization() -> None:
 class RankSettings:
     """Settings of one rank's endpoint.
 
-    ``model`` and ``dtype`` identify the cache's contents. ``discovery`` is the bootstrap URL of a
-    prefill server; a decode server learns the URLs from requests. ``record_event`` returns an event
+    ``model`` and ``dtype`` identify the cache's contents. ``discovery`` is the service that all
+    servers share, or at a prefill server its own bootstrap URL, which decode servers learn from
+    requests. ``record_event`` returns an event
     that completes after all work queued on the GPU; ``synchronize`` waits for that work.
     """
 
@@ -88,8 +90,11 @@ def _fingerprint(model: Any, server_args: Any, given: str | None, overrides: dic
 class ServerSettings(TransferSettings, frozen=True, kw_only=True):
     """Settings of a server, each in the environment variable ``KVFERRY_`` and its name.
 
-    ``deadline_s`` replaces the time limits of SGLang for a room.
+    ``deadline_s`` replaces the time limits of SGLang for a room. ``discovery``: a discovery service
+    that all servers share, such as etcd; without one, each prefill server's bootstrap port is one.
     """
+
+    discovery: str | None = None
 
 
 def variable_of(name: str) -> str:
@@ -105,6 +110,8 @@ def read_settings(environment: Mapping[str, str]) -> ServerSettings:
         if text:
             given[setting.name] = _value_of(setting, text)
     settings = ServerSettings(**given)
+    if settings.discovery is not None:
+        check_discovery_url(settings.discovery)
     settings.endpoint_config(host="127.0.0.1", deadline_s=1.0)  # Validate the combination too.
     return settings
 

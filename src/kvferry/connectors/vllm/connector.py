@@ -86,7 +86,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             selector = BlockSelector(shared_block_tokens(vllm_config), states)
             self._scheduler = ConnectorScheduler(
                 PrefillScheduler(name, selector) if config.is_kv_producer else None,
-                DecodeScheduler(selector) if config.is_kv_consumer else None,
+                DecodeScheduler(selector, settings.max_rooms, settings.max_tokens)
+                if config.is_kv_consumer
+                else None,
                 model=model,
                 dtype=cache_dtype(vllm_config),
                 num_left=num_left_to_decode(vllm_config, self._groups),
@@ -113,9 +115,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how many tokens another instance provides, asynchronously."""
+        """Return how many tokens another instance provides, asynchronously; None: ask again."""
         num_external = self._scheduler.num_external_tokens(request, num_computed_tokens)
-        return num_external, num_external > 0
+        return num_external, bool(num_external)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Start to receive a request's cache into its blocks."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from kvferry import Room
 from kvferry.connectors.vllm.metadata import DecodeMetadata, ReceiveRoom
@@ -25,13 +26,24 @@ class TargetRequest:
     digest: bytes
     is_requested: bool = False
     is_waiting: bool = False
+    num_external: int = 0
 
 
 class DecodeScheduler:
-    """Requests that another instance prefills, and the metadata of the next step."""
+    """Requests that another instance prefills, and the metadata of the next step.
 
-    def __init__(self, selector: BlockSelector) -> None:
+    ``max_rooms`` and ``max_tokens`` limit the rooms that are received at a time, and their tokens.
+    """
+
+    def __init__(
+        self,
+        selector: BlockSelector,
+        max_rooms: int | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
         self._selector = selector
+        self._max_rooms = inf if max_rooms is None else max_rooms
+        self._max_tokens = inf if max_tokens is None else max_tokens
         self._requests: dict[str, TargetRequest] = {}
         self._rooms: set[Room] = set()
         self._metadata = DecodeMetadata()
@@ -55,12 +67,22 @@ class DecodeScheduler:
         self._requests[request_id] = TargetRequest(params, num_tokens, digest)
         return True
 
-    def num_external_tokens(self, request_id: str, num_computed: int) -> int:
-        """Return how many tokens the room has beyond those that are cached here."""
+    def num_external_tokens(self, request_id: str, num_computed: int) -> int | None:
+        """Return how many tokens the room has beyond those that are cached here.
+
+        None if it must wait until another room has ended. One room may always be received.
+        """
         request = self._requests.get(request_id)
         if request is None or request.is_requested:
             return 0
-        return max(0, request.num_tokens - num_computed)
+        num_external = max(0, request.num_tokens - num_computed)
+        return None if num_external and self._exceeds_limits(num_external) else num_external
+
+    def _exceeds_limits(self, num_external: int) -> bool:
+        received = [each.num_external for each in self._requests.values() if each.is_waiting]
+        too_many = len(received) >= self._max_rooms
+        too_long = sum(received) + num_external > self._max_tokens
+        return bool(received) and (too_many or too_long)
 
     def blocks_allocated(
         self, request_id: str, num_external: int, blocks: Sequence[Sequence[int]]
@@ -75,6 +97,7 @@ class DecodeScheduler:
             return
         request.is_requested = True
         request.is_waiting = num_external > 0
+        request.num_external = num_external
         num_tokens, room, prefill = request.num_tokens, request.params.room, request.params.prefill
         chosen = self._selector.select(blocks, 0, num_tokens) if num_external else ()
         prefix = num_tokens - num_external

@@ -97,11 +97,13 @@ class ConnectorScheduler:
             extra={"salt": request.cache_salt or "", "pictures": "\n".join(pictures)},
         )
 
-    def num_external_tokens(self, request: Any, num_computed: int) -> int:
-        """Return how many tokens of a request another instance provides."""
+    def num_external_tokens(self, request: Any, num_computed: int) -> int | None:
+        """Return how many tokens of a request another instance provides; None to be asked again."""
         if self._decode is None or not _has_only_token_ids(request):
             return 0
         num_external = self._decode.num_external_tokens(request.request_id, num_computed)
+        if num_external is None:
+            return None
         return num_external if num_computed + num_external <= request.num_prompt_tokens else 0
 
     def blocks_allocated(

@@ -24,12 +24,15 @@ class ConnectorSettings(TransferSettings, frozen=True, kw_only=True):
     ``instance``: name at the discovery service. At decode ``deadline_s`` starts when blocks are
     allocated; at prefill when the prompt starts to be computed, so it also limits how long finished
     blocks are held. ``layers``: how many layers to push at a time during a step, if vLLM reports
-    single layers.
+    single layers. ``max_rooms``, ``max_tokens``: how many rooms a decode receives at a time, and
+    how many tokens in them; further requests wait in vLLM's queue.
     """
 
     discovery: str
     instance: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
     layers: Layers = "auto"
+    max_rooms: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
     def rank_config(self) -> EndpointConfig:
         """Return the configuration of an endpoint."""

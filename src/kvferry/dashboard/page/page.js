@@ -131,7 +131,7 @@
     if (sum("pages")) parts.push(`pages ${share(sum("pages_held"), sum("pages"))}`);
     if (sum("staging_bytes")) parts.push(`staging ${bytes(sum("staging_used_bytes"))} of ${bytes(sum("staging_bytes"))}`);
     if (sum("bytes_per_s") >= 1) parts.push(`sends ${rate(sum("bytes_per_s"))}`);
-    if (sum("num_quarantined")) parts.push(`${sum("num_quarantined")} quarantined`);
+    if (sum("num_quarantined")) parts.push(`${bytes(sum("quarantined_bytes"))} of ${sum("num_quarantined")} rooms quarantined`);
     sync(use, parts, (part) => part.split(" ").slice(-1) + parts.indexOf(part), () => element("span"), (node, part) => text(node, part));
   }
   function updateTile(tile, one, rank) {
@@ -140,7 +140,7 @@
     tile.style.setProperty("--fill", rank.pages ? `${Math.min(100, 100 * rank.pages_held / rank.pages)}%` : "0%");
     text(tile.firstChild, String(rank.rank));
     const words = [`${one.name}/${rank.rank}: ${rank.state}`, rank.note, `${rank.num_open} rooms open, ${rank.num_done} done, ${rank.num_failed} failed`,
-      rank.pages ? `pages held ${share(rank.pages_held, rank.pages)}` : "", rank.staging_bytes ? `staging ${bytes(rank.staging_used_bytes)} of ${bytes(rank.staging_bytes)}` : "",
+      rank.pages ? `pages held ${share(rank.pages_held, rank.pages)}, ${rank.tokens_held} tokens` : "", rank.staging_bytes ? `staging ${bytes(rank.staging_used_bytes)} of ${bytes(rank.staging_bytes)}` : "",
       rank.bytes_per_s >= 1 ? `sends ${rate(rank.bytes_per_s)}` : ""].filter(Boolean).join("\n");
     if (tile.title !== words) { tile.title = words; tile.setAttribute("aria-label", words); }
   }
@@ -259,7 +259,7 @@
   }
   function showWorkers(view) {
     $("workers-section").hidden = view.workers.length === 0;
-    const cells = (one) => [["", one.name || one.url], ["", one.role], ["", one.model], ["n", String(one.in_flight)], [one.up ? "up" : "down", one.up ? "up" : one.problem || "down"]];
+    const cells = (one) => [["", one.name || one.url], ["", one.role], ["", one.model], ["n", one.max_in_flight ? `${one.in_flight} of ${one.max_in_flight}` : String(one.in_flight)], [one.up ? "up" : "down", one.up ? "up" : one.problem || "down"]];
     sync($("workers"), view.workers, (one) => one.url, (one) => row(cells(one)), (line, one) => { fill(line, cells(one)); line.lastChild.className = one.up ? "up" : "down"; line.dataset.worker = one.url; });
   }
 

@@ -28,11 +28,12 @@ from kvferry.endpoint.setup import EndpointSetup
 from kvferry.endpoint.transport_thread import ThreadFailed, TransportThread
 from kvferry.endpoint.watchdog import WATCHDOG, ThreadHeartbeat, WatchedThreads
 from kvferry.ids import Peer
+from kvferry.plan.places import page_bytes
 from kvferry.protocol.events import Cancel, Event, PeerRuns, Received, Tick
 from kvferry.protocol.messages import Heartbeat
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.protocol.states import LinkState
-from kvferry.telemetry.observer import LoopStatus, Observer
+from kvferry.telemetry.observer import HeldRoom, LoopStatus, Observer
 
 log = logging.getLogger("kvferry.endpoint")
 
@@ -63,6 +64,7 @@ class EndpointLoop:
         machine = self.runner.machine
         self.me: Peer = machine.me
         self.clocks = PeerClocks(machine, self._channel.send)
+        self._page_bytes = page_bytes(machine.layout, self.me.rank)
         self._housekeeping_at = 0.0
         self._inbox_fd = self.inbox.fileno()
         for fd in (self._inbox_fd, self.setup.liveness_port.fileno()):
@@ -226,7 +228,17 @@ class EndpointLoop:
             self.setup.staging_bytes,
             machine.links.values(),
             machine.counts,
+            self.side.num_credits,
+            [self._held(handle, now) for handle in self.rooms],
         )
+
+    def _held(self, handle: Handle, now: float) -> HeldRoom:
+        counts, sizes = handle.page_counts, self._page_bytes
+        num_bytes = sum(count * sizes[group] for group, count in counts.items())
+        reason = self.side.waits_for(handle)
+        age_s = max(0.0, now - handle.begun)
+        num_pages = max(counts.values(), default=0)
+        return HeldRoom(age_s, reason, num_pages, handle.num_tokens, num_bytes)
 
     def _stop(self) -> None:
         self._stopped = True

@@ -35,8 +35,8 @@ from kvferry.protocol.events import (
     Report,
 )
 from kvferry.protocol.links import Link
-from kvferry.protocol.outcome import Failure, FailureCode
-from kvferry.telemetry.observer import Observer
+from kvferry.protocol.outcome import Failure, FailureCode, Status
+from kvferry.telemetry.observer import Observer, WaitReason
 from kvferry.telemetry.steps import StepKind
 
 # Poll interval for the GPU events that pushes wait for.
@@ -72,6 +72,33 @@ class LoopSide(ABC):
     @abstractmethod
     def num_free_slots(self) -> int:
         """Number of staging slots that are not in use."""
+
+    @property
+    @abstractmethod
+    def num_credits(self) -> int:
+        """Number of staging credits that were granted and not used."""
+
+    def waits_for(self, handle: Any) -> WaitReason:
+        """Return what an open room waits for."""
+        if handle.failure is not None:
+            room = self.runner.machine.rooms.get(handle.room)
+            is_quarantined = room is not None and room.is_quarantined
+            return WaitReason.QUARANTINE if is_quarantined else WaitReason.RELEASE
+        match handle.status:
+            case Status.CONNECTING:
+                return self._first_wait(handle)
+            case Status.WAITING:
+                return WaitReason.PUSH
+            case _:
+                return self._last_wait(handle)
+
+    @abstractmethod
+    def _first_wait(self, handle: Any) -> WaitReason:
+        """Return what a room waits for while source and target have not met."""
+
+    def _last_wait(self, handle: Any) -> WaitReason:
+        """Return what a room waits for once bytes are on their way."""
+        return WaitReason.WRITES
 
     @abstractmethod
     def handle_result(self, result: Any) -> None:
@@ -140,6 +167,7 @@ class SourceSide(LoopSide):
             handle.tables.add_rows(step.rows)
         event = step.event
         if isinstance(event, Push):
+            handle.num_tokens = max(handle.num_tokens, event.tokens.end)
             self.observer.step(event.room, StepKind.PUSHED, event.tokens)
         elif isinstance(event, Finish):
             handle.finished = time.monotonic()
@@ -180,6 +208,21 @@ class SourceSide(LoopSide):
     def num_free_slots(self) -> int:
         """Number of slots that no gather uses."""
         return len(self.runner.machine.inflight.slots)
+
+    @property
+    def num_credits(self) -> int:
+        """Number of credits that targets have granted and no write has used."""
+        rooms = self.runner.machine.rooms.values()
+        return sum(len(one.credit) for room in rooms for one in room.outbounds.values())
+
+    def _first_wait(self, handle: Outgoing) -> WaitReason:
+        return WaitReason.OFFER
+
+    def _last_wait(self, handle: Outgoing) -> WaitReason:
+        room = self.runner.machine.rooms.get(handle.room)
+        outbounds = room.outbounds.values() if room else ()
+        lacks_credit = any(one.awaits_credit and not one.credit for one in outbounds)
+        return WaitReason.CREDIT if lacks_credit else WaitReason.WRITES
 
 
 @dataclass(eq=False)
@@ -296,3 +339,12 @@ class TargetSide(LoopSide):
     def num_free_slots(self) -> int:
         """Number of slots that no source may write into."""
         return len(self.runner.machine.credits.free)
+
+    @property
+    def num_credits(self) -> int:
+        """Number of credits that sources have and did not use."""
+        return self.runner.machine.credits.num_outstanding
+
+    def _first_wait(self, handle: Incoming) -> WaitReason:
+        known = handle.room in self.runner.machine.rooms
+        return WaitReason.LINK if known else WaitReason.INSTANCE

@@ -26,13 +26,15 @@ from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from kvferry.http.api_errors import ApiError, Handler, json_response, read_body, respond
 from kvferry.reference.api.bodies import Serving, parse_chat, parse_completion
 from kvferry.reference.engine.requests import Produced
-from kvferry.reference.worker.service import EngineService, JobFailed, ServeJob
+from kvferry.reference.worker.service import EngineService, JobFailed, ServeJob, Trouble
 from kvferry.security.signing import RequestVerifier, SignatureFault
 from kvferry.telemetry.logs.context import in_room
 
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 1 << 20
+# When a client may ask a full worker again.
+RETRY_S = 1
 END = b"data: [DONE]\n\n"
 
 
@@ -130,7 +132,8 @@ async def _pieces(job: ServeJob) -> AsyncGenerator[Produced]:
         event = await job.events.get()
         if isinstance(event, JobFailed):
             status, code = event.trouble.value
-            raise ApiError(status, event.message, code=code)
+            retry_s = RETRY_S if event.trouble is Trouble.FULL else None
+            raise ApiError(status, event.message, code=code, retry_after_s=retry_s)
         yield event
         finish = event.finish
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -27,6 +28,7 @@ from kvferry import (
     KvferryError,
     LayerPushTuner,
     Memory,
+    Misuse,
     Outgoing,
     Room,
     SourceEndpoint,
@@ -68,6 +70,14 @@ class AbortCommand(msgspec.Struct, frozen=True, tag=True):
     request: str
 
 
+class DeclineCommand(msgspec.Struct, frozen=True, tag=True):
+    """To every target rank: a request of this room was refused; tell the prefill instance."""
+
+    room: Room
+    prefill: str
+    deadline_s: float
+
+
 class OfferedNote(msgspec.Struct, frozen=True, tag=True):
     """From a source rank: decode has pages for the request and has offered them."""
 
@@ -95,7 +105,7 @@ class FirstTokenNote(msgspec.Struct, frozen=True):
     sample: Sample
 
 
-Command = OpenCommand | AbortCommand
+Command = OpenCommand | AbortCommand | DeclineCommand
 Note = OfferedNote | EndedNote | ReleasedNote
 # A message as it travels, and back.
 encode: Callable[[Command | Note | FirstTokenNote], bytes] = msgspec.msgpack.encode
@@ -165,8 +175,13 @@ class RoomExtension(Extension, ABC, Generic[H, E]):
         for command in map(decode_command, plan.commands):
             if isinstance(command, OpenCommand):
                 self._add_room(command)
+            elif isinstance(command, DeclineCommand):
+                self._decline(command)
             elif room := self.rooms.get(command.request):
                 room.handle.abort()
+
+    def _decline(self, command: DeclineCommand) -> None:
+        """Tell the prefill instance of a room that it is not wanted. Only decode ranks can."""
 
     def _add_room(self, command: OpenCommand) -> None:
         try:
@@ -231,6 +246,14 @@ class DecodeExtension(RoomExtension[Incoming, TargetEndpoint]):
             request=command.trace[0],
             traceparent=command.trace[1],
         )
+
+    def _decline(self, command: DeclineCommand) -> None:
+        """See the base class."""
+        # Another request may be receiving the room: then it is not declined.
+        with suppress(Misuse):
+            self.endpoint.decline(
+                command.room, prefill=command.prefill, deadline_s=command.deadline_s
+            )
 
 
 class PrefillExtension(RoomExtension[Outgoing, SourceEndpoint]):

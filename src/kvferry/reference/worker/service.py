@@ -49,6 +49,7 @@ from kvferry.reference.engine.requests import Admitted, EngineRequest, Noted, Pr
 from kvferry.reference.ranks.processes import RankBroke, RankLost
 from kvferry.reference.transfer.extensions import (
     AbortCommand,
+    DeclineCommand,
     EndedNote,
     FirstTokenNote,
     OfferedNote,
@@ -84,12 +85,14 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 class Trouble(Enum):
     """Why a job has no answer: the status and the code of its response.
 
+    FULL: the worker has as many jobs as it takes.
     ENDED: the worker ends, unrelated to this job. LOST: a rank was lost in a step that ran
     this job. BROKE_WORKER: a step that ran this job raised an exception. SAMPLING: no token
     could be chosen for this job; the worker goes on.
     """
 
     INVALID = (400, None)
+    FULL = (429, "worker_full")
     TRANSFER = (503, "kv_transfer_failed")
     ENDED = (503, "worker_ended")
     LOST = (503, "worker_lost")
@@ -180,11 +183,40 @@ class EngineService:
         return engine
 
     def submit(self, job: ServeJob) -> None:
-        """Begin a job."""
+        """Begin a job, or refuse it at once."""
         if self.died.done():
             job.fail(Trouble.ENDED, "this worker has ended; ask another one")
+        elif problem := self._overload(job):
+            job.fail(Trouble.FULL, problem)
+            self._soon(partial(self._decline, job))
         else:
+            self.jobs[job.request.id] = job
             self._soon(partial(self._begin, job))
+
+    @property
+    def _in_flight_tokens(self) -> int:
+        return sum(job.request.reserved_tokens for job in self.jobs.values())
+
+    def _overload(self, job: ServeJob) -> str:
+        """Return why a job cannot be taken beside those that are here; empty if it can."""
+        options, num_jobs, num_tokens = self._engine.options, len(self.jobs), self._in_flight_tokens
+        wanted = num_tokens + job.request.reserved_tokens
+        if num_jobs < options.in_flight_limit and (
+            wanted <= options.in_flight_token_limit or not num_jobs
+        ):
+            return ""
+        return (
+            f"this worker has {num_jobs} requests of {num_tokens} tokens, and takes "
+            f"{options.in_flight_limit} of {options.in_flight_token_limit}; retry later"
+        )
+
+    def _decline(self, job: ServeJob) -> None:
+        """Tell prefill that decode has refused a job, so that prefill does not compute for it."""
+        ticket = job.ticket
+        if ticket is None or ticket.prefill is None or self._is_prefill:
+            return
+        left_s = max(job.transfer_deadline - time.monotonic(), LEAST_S)
+        self._engine.post(encode(DeclineCommand(ticket.room, ticket.prefill, left_s)))
 
     def cancel(self, job: ServeJob) -> None:
         """Stop a job whose caller has left, unless it was answered."""
@@ -198,6 +230,9 @@ class EngineService:
             "running": len(scheduler.active),
             "waiting": len(scheduler.waiting) + sum(not one.queued for one in self.jobs.values()),
             "rooms": self._num_rooms,
+            "max_in_flight": self._engine.options.in_flight_limit,
+            "in_flight_tokens": self._in_flight_tokens,
+            "max_in_flight_tokens": self._engine.options.in_flight_token_limit,
             "free_tokens": blocks.num_available * blocks.page_tokens,
             "used_pages": blocks.num_used,
             "carried_bytes": self._carried,
@@ -288,9 +323,9 @@ class EngineService:
             else:
                 self._queue(job)
         except KvferryError as error:
+            self.jobs.pop(job.request.id)
             job.fail(Trouble.INVALID, str(error))
             return
-        self.jobs[job.request.id] = job
         self._pause_s = 0.0
 
     def _queue(self, job: ServeJob) -> None:
