@@ -50,7 +50,8 @@ class GpuCase(NamedTuple):
     """One measurement. ``transport`` None is the one that maps the device's memory.
 
     A few large slots carry one long request in the least time, because of the cost of each slot.
-    By default a GPU's staging has three slots or more, which serve several short requests.
+    By default a GPU's staging has three slots or more, which serve several short requests;
+    ``staging_mib`` None is this default.
     """
 
     name: str
@@ -58,7 +59,7 @@ class GpuCase(NamedTuple):
     decode: int
     transport: str | None
     bar_ms: float | None = None
-    staging_mib: int = 128
+    staging_mib: int | None = 128
     mode: TransferMode | None = None
     slot_mib: int | None = None
 
@@ -76,6 +77,8 @@ def cases() -> list[GpuCase]:
         *(GpuCase(f"staged-128 {p}-{d}", p, d, "nixl", 25.0, slot_mib=128) for p, d in pairs),
         *(GpuCase(f"staged-1024 {p}-{d}", p, d, "nixl", 9.0, 1024, slot_mib=512) for p, d in pairs),
         GpuCase("equal 1-1", 1, 1, "nixl", 30.0, slot_mib=128),
+        # As long as SGLang's manager takes with a prepared list of the same descriptors.
+        GpuCase("equal-default 1-1", 1, 1, "nixl", 45.0, None),
         *(GpuCase(f"equal-{mode} 1-1", 1, 1, "nixl", None, 128, mode, 128) for mode in MODES),
         GpuCase("auto 4-1", 4, 1, "auto", 3.0),
         GpuCase("auto 1-1", 1, 1, "auto", 2.5),
@@ -151,7 +154,7 @@ def job_of(case: GpuCase, args: argparse.Namespace) -> TransferJob:
     check(plan)
     slot_mib = args.slot_mib or case.slot_mib
     config = EndpointConfig(
-        staging_bytes=case.staging_mib * MIB,
+        staging_bytes=case.staging_mib * MIB if case.staging_mib else None,
         slot_bytes=slot_mib * MIB if slot_mib else None,
         mode=case.mode,
         deadline_s=TIMEOUT_S,

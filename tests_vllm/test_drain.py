@@ -34,7 +34,7 @@ from tests_vllm.waiting import eventually, is_idle
 
 ANSWER = 12
 # Tokens of a stream that is still going on when the load has begun and the signal is handled.
-LONG = 200
+LONG = 120
 # An engine that computes tokens of several prompts at once on a busy machine takes a minute.
 DRAIN_S = 180
 # Long enough for the engine to compute for seconds.
@@ -80,9 +80,25 @@ def prompt_of(number: int, num_tokens: int = TOKENS) -> list[int]:
     return [1000 + number, *((11 * i + number) % 997 + 500 for i in range(num_tokens))]
 
 
-def prefilled(server: Server, prompt: list[int]) -> Json:
+def prefilled(server: Server, prompts: list[list[int]]) -> list[Json]:
+    """Return what prefill answers to prompts at once."""
     given = {"do_remote_decode": True}
-    return dict(complete(server, prompt, 1, kv_transfer_params=given)["kv_transfer_params"])
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        asked = pool.map(lambda ids: complete(server, ids, 1, kv_transfer_params=given), prompts)
+        return [dict(answer["kv_transfer_params"]) for answer in asked]
+
+
+def answered(
+    server: Server, prompts: list[list[int]], num_tokens: int, params: list[Json] | None = None
+) -> list[list[int]]:
+    """Return the answers to prompts at once, of which the cache may come from rooms."""
+    given = params or [{} for _ in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        asked = pool.map(
+            lambda ids, own: complete(server, ids, num_tokens, kv_transfer_params=own),
+            *(prompts, given),
+        )
+        return list(map(token_ids, asked))
 
 
 # ---------------------------------------------------------------- requests to the engines
@@ -91,40 +107,33 @@ def prefilled(server: Server, prompt: list[int]) -> Json:
 def test_prefill_ends_after_its_prompts_were_carried(engines: Engines) -> None:
     """The terminated prefill computes prompts and holds others; all are carried to decode."""
     prompts = [prompt_of(number) for number in range(3)]
-    params = [prefilled(engines.first, prompt) for prompt in prompts]
+    params = prefilled(engines.first, prompts)
     load = Load(engines)
     with timed("a prefill with open rooms is terminated"), load.running(engines.first):
         load.terminate(engines.first)
         load.wait_for_more_answers()
         assert not has_ended(engines.first)
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            decoded = pool.map(
-                lambda prompt, own: complete(
-                    engines.decode, prompt, ANSWER, kv_transfer_params=own
-                ),
-                *(prompts, params),
-            )
-            answers = list(map(token_ids, decoded))
+        answers = answered(engines.decode, prompts, ANSWER, params)
         engines.first.process.wait(DRAIN_S)
     load.check()
-    assert answers == [token_ids(complete(engines.last, prompt, ANSWER)) for prompt in prompts]
+    assert answers == answered(engines.last, prompts, ANSWER)
     eventually(lambda: is_idle(engines.last), "blocks are released")
 
 
 def test_decode_ends_after_it_has_answered(engines: Engines) -> None:
     """The terminated decode goes on with streams that have begun."""
     prompts = [prompt_of(30 + number) for number in range(3)]
-    params = [prefilled(engines.last, prompt) for prompt in prompts]
+    params = prefilled(engines.last, prompts)
     load = Load(engines)
     with timed("a decode that answers is terminated"), load.running(engines.decode):
         begun = [
             Begun(engines.decode, prompt, own) for prompt, own in zip(prompts, params, strict=True)
         ]
         load.terminate(engines.decode)
-        answers = [stream.rest() for stream in begun]
+        answers = [one.rest() for one in begun]
         engines.decode.process.wait(DRAIN_S)
     load.check()
-    assert answers == [token_ids(complete(engines.last, prompt, LONG)) for prompt in prompts]
+    assert answers == answered(engines.last, prompts, LONG)
     eventually(lambda: is_idle(engines.last), "blocks are released")
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.connectors.vllm.decode_scheduler import DecodeScheduler
+from kvferry.connectors.vllm.decode_scheduler import (
+    COMPUTED_WAIT_S,
+    IDLE_WAIT_S,
+    DecodeScheduler,
+)
 from kvferry.connectors.vllm.metadata import ReceiveRoom
 from kvferry.connectors.vllm.paging import BlockSelector
 from kvferry.connectors.vllm.params import DecodeParams
@@ -24,6 +28,20 @@ def test_cached_prefix_is_not_received() -> None:
     scheduler.blocks_allocated("a", 24, [[3, 1, 2]])
     metadata = scheduler.take_metadata()
     assert metadata.received == [ReceiveRoom("a", "r", "prefill-0", 40, 16, ((3, 1, 2),), b"d")]
+
+
+def test_an_idle_step_waits_longer_for_a_prompt_that_prefill_has_answered() -> None:
+    """Only prefill's answer has the number of tokens."""
+    scheduler = DecodeScheduler(BlockSelector(16))
+    waits = []
+    for name, num_tokens in (("parallel", None), ("in turn", 40)):
+        scheduler.add_request(name, DecodeParams(name, "prefill-0", num_tokens), 40, b"d")
+        scheduler.blocks_allocated(name, 40, [[3, 1, 2]])
+        waits.append(scheduler.take_metadata(may_wait=True).wait_s)
+    # The next idle step asks for nothing.
+    waits.append(scheduler.take_metadata(may_wait=True).wait_s)
+    assert waits == [IDLE_WAIT_S, COMPUTED_WAIT_S, IDLE_WAIT_S]
+    assert scheduler.take_metadata().wait_s == 0.0
 
 
 def test_cache_is_requested_once() -> None:

@@ -198,7 +198,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests whose blocks are free again or filled."""
-        self._arrivals = self._worker.take_arrivals(may_wait=self._metadata.decode.may_wait)
+        self._arrivals = self._worker.take_arrivals(wait_s=self._metadata.decode.wait_s)
         return KVConnectorTransferResults(
             finished_sending=self._worker.take_sent(),
             finished_recving=self._arrivals.received,

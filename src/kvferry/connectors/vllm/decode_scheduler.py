@@ -16,6 +16,10 @@ from kvferry.connectors.vllm.metadata import DecodeMetadata, ReceiveRoom
 from kvferry.connectors.vllm.paging import BlockSelector
 from kvferry.connectors.vllm.params import DecodeParams
 
+# How long a step that computes nothing waits for a room to end. vLLM sleeps 1 ms after it. If the
+# step asks for computed prompts, it waits for the transfer of short ones.
+IDLE_WAIT_S, COMPUTED_WAIT_S = 1e-3, 4e-3
+
 
 @dataclass
 class TargetRequest:
@@ -101,9 +105,10 @@ class DecodeScheduler:
         num_tokens, room, prefill = request.num_tokens, request.params.room, request.params.prefill
         chosen = self._selector.select(blocks, 0, num_tokens) if num_external else ()
         prefix = num_tokens - num_external
-        self._metadata.received.append(
-            ReceiveRoom(request_id, room, prefill, num_tokens, prefix, chosen, request.digest)
-        )
+        # Only prefill's answer says how many tokens the room has.
+        is_computed = request.params.tokens is not None
+        order = (request_id, room, prefill, num_tokens, prefix, chosen, request.digest)
+        self._metadata.received.append(ReceiveRoom(*order, is_computed))
 
     def failed(self, request_id: str) -> None:
         """Abort the room on all ranks after one of them has failed."""
@@ -128,7 +133,13 @@ class DecodeScheduler:
         elif not request.is_requested:
             self._metadata.declined.append((request.params.room, request.params.prefill))
 
-    def take_metadata(self) -> DecodeMetadata:
-        """Return the metadata for the next step, and start a new one."""
+    def take_metadata(self, *, may_wait: bool = False) -> DecodeMetadata:
+        """Return the metadata for the next step, and start a new one.
+
+        ``may_wait``: the step computes nothing.
+        """
         metadata, self._metadata = self._metadata, DecodeMetadata()
+        if may_wait:
+            is_near = any(order.is_computed for order in metadata.received)
+            metadata.wait_s = COMPUTED_WAIT_S if is_near else IDLE_WAIT_S
         return metadata

@@ -47,7 +47,8 @@ class PushTokens:
 class ReceiveRoom:
     """Receive the first ``tokens`` tokens of a prompt, except for the ``prefix`` cached here.
 
-    Without ``blocks`` everything is cached: the room completes without data.
+    Without ``blocks`` everything is cached: the room completes without data. ``is_computed``:
+    prefill has answered, so that only the transfer is missing.
     """
 
     request: str
@@ -57,6 +58,7 @@ class ReceiveRoom:
     prefix: int
     blocks: BlocksByGroup
     digest: bytes
+    is_computed: bool = False
 
 
 @dataclass
@@ -77,7 +79,7 @@ class PrefillMetadata:
 class DecodeMetadata:
     """Metadata for the targets of a rank.
 
-    ``may_wait``: the step computes nothing, so that it may wait a moment for rooms to end.
+    ``wait_s``: how long the step may wait for a room to end, because it computes nothing.
     """
 
     received: list[ReceiveRoom] = field(default_factory=list)
@@ -85,4 +87,4 @@ class DecodeMetadata:
     declined: list[tuple[Room, str]] = field(default_factory=list)
     # Requests whose rooms are to be aborted.
     aborted: list[str] = field(default_factory=list)
-    may_wait: bool = False
+    wait_s: float = 0.0

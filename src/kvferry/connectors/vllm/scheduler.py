@@ -125,11 +125,12 @@ class ConnectorScheduler:
                     self._prefill.scheduled(
                         *(request_id, end, blocks), may_repeat=output.has_sync_kv_loads
                     )
-        decode = self._decode.take_metadata() if self._decode is not None else DecodeMetadata()
-        decode.may_wait = self._waits_when_idle and not output.total_num_scheduled_tokens
+        may_wait = self._waits_when_idle and not output.total_num_scheduled_tokens
         return (
             self._prefill.take_metadata() if self._prefill is not None else PrefillMetadata(),
-            decode,
+            self._decode.take_metadata(may_wait=may_wait)
+            if self._decode is not None
+            else DecodeMetadata(),
         )
 
     def transfers_ended(

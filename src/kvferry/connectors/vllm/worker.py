@@ -33,9 +33,6 @@ from kvferry.connectors.vllm.sources import LayerSteps, PrefillRankRooms
 from kvferry.connectors.vllm.stats import RoomCounts
 from kvferry.connectors.vllm.targets import Arrivals, DecodeRankRooms
 
-# How long a step that computes nothing waits for a room to end. vLLM sleeps as long after it.
-IDLE_WAIT_S = 1e-3
-
 
 class ConnectorWorker:
     """Endpoints and rooms of one rank."""
@@ -135,12 +132,15 @@ class ConnectorWorker:
         """Return the requests whose blocks are not read any more. Each is returned once."""
         return set() if self._sources is None else self._sources.take_sent()
 
-    def take_arrivals(self, *, may_wait: bool = False) -> Arrivals:
-        """Return the requests whose blocks are not written any more. Each is returned once."""
+    def take_arrivals(self, *, wait_s: float = 0.0) -> Arrivals:
+        """Return the requests whose blocks are not written any more. Each is returned once.
+
+        ``wait_s``: how long to wait for a room to end.
+        """
         if self._targets is None:
             return Arrivals(set(), set(), set(), {})
-        if may_wait:
-            self._targets.wait_for_end(IDLE_WAIT_S)
+        if wait_s:
+            self._targets.wait_for_end(wait_s)
         return self._targets.take_arrivals()
 
     def close(self) -> None:
