@@ -71,6 +71,19 @@ async def test_local_lets_decode_compute_the_prompt(act: Act) -> None:
 
 
 @bounded
+async def test_the_log_says_why_decode_computes_prompts(caplog: pytest.LogCaptureFixture) -> None:
+    async with site(1, 1) as here:
+        here["p0"].problem = "rank 1 has ended"
+        await here.until_up("p0", up=False)
+        status, answer = await here.ask()
+        assert (status, answer["kvferry"]["source"]) == (200, "local")
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    down, recomputed = warnings
+    assert down.endswith("up=False error='rank 1 has ended'")
+    assert recomputed == f"no-prefill-worker recomputed-by={here['d0'].url} p0='rank 1 has ended'"
+
+
+@bounded
 async def test_fail_returns_the_reason() -> None:
     async with site(2, 2, acts={"p0": FULL, "p1": FULL}, on_failure="fail") as here:
         status, answer = await here.ask()

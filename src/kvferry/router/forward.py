@@ -240,6 +240,8 @@ class Forwarder:
             tried.local = tried.local or not self._adapter.can_split(call)
             next_pair = partial(choose, self._pool, call, tried)
             pair = await self._queue.admit(next_pair, tried.queued_until)
+            if pair.prefill is None and not tried.local:
+                log.warning("no-prefill-worker recomputed-by=%s %s", pair.decode.url, self._down())
             with pair.decode.count_request():
                 if early and pair.prefill is not None:
                     outcome = await self._attempt_in_turn(upstream, call, pair, pair.prefill)
@@ -257,6 +259,11 @@ class Forwarder:
                 continue
             tried.attempts += 1
             self._record_failure(call, tried, pair, outcome)
+
+    def _down(self) -> str:
+        """Return why prefill workers are not used, for the log."""
+        prefills = (one for one in self._pool.workers if one.role is WorkerRole.PREFILL)
+        return " ".join(f"{one.name or one.url}={one.problem!r}" for one in prefills)
 
     def _record_failure(
         self, call: ApiCall, tried: AttemptState, pair: WorkerPair, failure: FailedAttempt

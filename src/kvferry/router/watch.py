@@ -132,7 +132,9 @@ class WorkerWatch:
             problem = str(error) or "no response"
             self._pool.mark_missed(worker, problem, now(), sure=False)
         if worker.up != was_up:
-            log.info("worker url=%s up=%s error=%r", worker.url, worker.up, worker.problem)
+            # Without it the router may let decode compute prompts.
+            level = logging.INFO if worker.up else logging.WARNING
+            log.log(level, "worker url=%s up=%s error=%r", worker.url, worker.up, worker.problem)
 
     def _check_proof(self, health: WorkerHealth, nonce: str) -> None:
         """Check that a worker with a cluster key has the router's key."""
