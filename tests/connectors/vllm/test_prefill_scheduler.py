@@ -39,6 +39,28 @@ def test_each_chunk_is_pushed_and_the_last_one_closes_the_room() -> None:
     assert len(scheduler) == 0
 
 
+@pytest.mark.parametrize("may_wait", [(True, True), (True, False), (False,)])
+def test_an_idle_step_leaves_a_late_room_to_the_next_one(may_wait: tuple[bool, ...]) -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request("a", None, 40, b"d")
+    scheduler.scheduled("a", 40, [[5, 6, 7]])
+    scheduler.take_metadata()
+    finished(scheduler)
+    held = [scheduler.take_metadata(may_wait=each).held for each in may_wait]
+    assert held == [*([] for _ in may_wait[1:]), [("a", "r1")]]
+    assert scheduler.take_metadata().held == []
+
+
+def test_a_room_of_the_caller_is_held_at_once() -> None:
+    """Decode may have taken it already."""
+    scheduler = make_scheduler()
+    scheduler.add_request("a", 7, 40, b"d")
+    scheduler.scheduled("a", 40, [[5, 6, 7]])
+    scheduler.take_metadata()
+    finished(scheduler)
+    assert scheduler.take_metadata(may_wait=True).held == [("a", 7)]
+
+
 def test_cached_prefix_is_pushed_with_the_first_chunk() -> None:
     scheduler = make_scheduler()
     scheduler.add_request("a", None, 40, b"d")

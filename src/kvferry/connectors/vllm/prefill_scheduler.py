@@ -1,10 +1,11 @@
 """Requests that this engine prefills for other instances, on the scheduler's side.
 
 A room opens with the request's first chunk, receives every chunk as it is scheduled, and is closed
-with the prompt's last token. Workers push a late room when the request has ended (``held``). The
-blocks of a finished request are held until every rank has released the room. A preempted request
-loses its blocks and therefore its room. It is computed again in a new room, unless the caller chose
-the room.
+with the prompt's last token. Workers push a late room when the request has ended (``held``), but
+not in an idle step right after that: vLLM's output thread needs the GIL then, to send the answer.
+The blocks of a finished request are held until every rank has released the room. A preempted
+request loses its blocks and therefore its room. It is computed again in a new room, unless the
+caller chose the room.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ class PrefillScheduler:
         # Rooms chosen by callers, by request, until every rank has released them.
         self._given: dict[str, Room] = {}
         self._metadata = PrefillMetadata()
+        # Late rooms that are not pushed yet, and whether they have waited for a step.
+        self._answered: list[tuple[str, Room]] = []
+        self._has_waited = False
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -130,7 +134,7 @@ class PrefillScheduler:
     ) -> tuple[bool, dict[str, Any] | None]:
         """Push a room that only the answer names, or forget it: nobody waits for it."""
         if is_answered and request.is_closed:
-            self._metadata.held.append((request_id, room))
+            self._answered.append((request_id, room))
             return True, decode_params(room, self._instance, request.num_tokens)
         if request.is_open:
             self._lose(request, room)
@@ -158,7 +162,14 @@ class PrefillScheduler:
         """Forget the room of a request whose blocks no rank reads any more."""
         self._given.pop(request_id, None)
 
-    def take_metadata(self) -> PrefillMetadata:
-        """Return the metadata for the next step, and start a new one."""
+    def take_metadata(self, *, may_wait: bool = False) -> PrefillMetadata:
+        """Return the metadata for the next step, and start a new one.
+
+        ``may_wait``: the step computes nothing, so that the next one follows soon.
+        """
         metadata, self._metadata = self._metadata, PrefillMetadata()
+        if not may_wait or self._has_waited:
+            metadata.held += self._answered
+            self._answered = []
+        self._has_waited = bool(self._answered)
         return metadata

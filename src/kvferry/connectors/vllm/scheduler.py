@@ -40,8 +40,8 @@ class ConnectorScheduler:
     ) -> None:
         """``num_left``: how many of a prompt's last tokens only decode computes.
 
-        ``waits_when_idle``: a step that computes nothing may wait a moment for rooms to end. It
-        must not in engines that step together.
+        ``waits_when_idle``: a step that computes nothing may wait a moment, for rooms to end or
+        for an answer to leave. It must not in engines that step together.
         """
         self._prefill = prefill
         self._decode = decode
@@ -127,7 +127,9 @@ class ConnectorScheduler:
                     )
         may_wait = self._waits_when_idle and not output.total_num_scheduled_tokens
         return (
-            self._prefill.take_metadata() if self._prefill is not None else PrefillMetadata(),
+            self._prefill.take_metadata(may_wait=may_wait)
+            if self._prefill is not None
+            else PrefillMetadata(),
             self._decode.take_metadata(may_wait=may_wait)
             if self._decode is not None
             else DecodeMetadata(),
