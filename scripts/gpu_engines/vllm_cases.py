@@ -17,6 +17,7 @@ from typing import Any
 
 from gpu_engines.checklist import Case, CaseFailed, agreement, eventually, expect, expect_equal
 from gpu_engines.client import RequestFailed, get, leave_early, metric, post
+from gpu_engines.differences import shown_difference
 from gpu_engines.model import FIRST_WORD
 from gpu_engines.servers import Server, Servers, say
 from gpu_engines.vllm_servers import (
@@ -352,6 +353,7 @@ def first_token_beside_nixl(run: VllmRun) -> str:
     ]
     # Differences fail the case when everything has been measured.
     different: list[str] = []
+    differences: list[str] = []
     for length in run.scale.timed_lengths:
         cold: list[VllmAnswer] = []
         # The first two repetitions connect the pairs and compile kernels.
@@ -364,6 +366,8 @@ def first_token_beside_nixl(run: VllmRun) -> str:
                 if answer.tokens != wanted.tokens:
                     agree = agreement(answer.tokens, wanted.tokens)
                     different.append(f"{way.name}, {length} tokens, after {agree}")
+        apart = shown_difference(ways[0].first_ms, ways[-1].first_ms)
+        differences.append(f"{length} tokens {apart}")
         figures = {way.name: way.figures() for way in ways}
         figures["one server"] = _figures(cold[2 * len(ways) :], [])
         for name, figure in figures.items():
@@ -372,7 +376,8 @@ def first_token_beside_nixl(run: VllmRun) -> str:
     expect(not different, f"other tokens than one server's: {different}")
     early, begun = ways[2].num_with_text, metric(routers[0], BEGUN)
     expect(early == begun, f"{begun:.0f} of {early} streams began with prefill's token")
-    return f"medians of {run.repeats}, all tokens equal"
+    turn = f"in turn, kvferry - NixlConnector: {', '.join(differences)}"
+    return f"medians of {run.repeats}, all tokens equal; {turn}"
 
 
 class _Way:
@@ -400,6 +405,11 @@ class _Way:
             if number > count:
                 self._transfers_s.append((later - seconds) / (number - count))
         return answer
+
+    @property
+    def first_ms(self) -> list[float]:
+        """Times to the first token, in order."""
+        return [answer.first_ms for answer in self._answers]
 
     def figures(self) -> dict[str, float | None]:
         """Return the figures and forget the measurements."""
