@@ -17,10 +17,13 @@ from typing import Any
 
 from gpu_engines.checklist import Case, CaseFailed, agreement, eventually, expect, expect_equal
 from gpu_engines.client import RequestFailed, get, leave_early, metric, post
+from gpu_engines.differences import shown_difference
 from gpu_engines.model import FIRST_WORD
 from gpu_engines.servers import Server, Servers, say
+from gpu_engines.vllm_drain import terminated_prefill_fails_no_request
 from gpu_engines.vllm_servers import (
     COMPLETIONS,
+    ROOMS_DONE,
     SKIPPED,
     VllmAnswer,
     VllmServers,
@@ -73,16 +76,17 @@ class VllmRun:
             what += f" (its best next tokens are {apart:.4f} apart)"
         expect_equal(tokens, wanted, what)
 
-    def start_router(self, prefill: str, decode: str, first_token: str) -> Server:
-        """Start kvferry's router over two servers, and wait until it sees both."""
-        spec = self.commands.router(*self.pair(prefill, decode), first_token)
+    def start_router(self, prefills: Sequence[str], decode: str, first_token: str) -> Server:
+        """Start kvferry's router over these servers, and wait until it sees all."""
+        senders = [self.servers[name] for name in prefills]
+        spec = self.commands.router(senders, self.servers[decode], first_token)
         self.servers.start([spec])
         self.servers.wait(30.0)
         router = self.servers[spec.name]
         expect(router.is_up, f"{spec.name}: {router.failure}")
         eventually(
             lambda: all(worker["up"] for worker in get(router, "/healthz")["workers"]),
-            f"{spec.name} sees both servers",
+            f"{spec.name} sees all servers",
         )
         return router
 
@@ -100,7 +104,6 @@ class VllmRun:
         return f"{2 * len(lengths)} prompts of {lengths} tokens, {TOKENS} tokens equal"
 
 
-ROOMS_DONE = "vllm:kvferry_rooms_done_total"
 ROOMS_FAILED = "vllm:kvferry_rooms_failed_total"
 BYTES_SENT = "vllm:kvferry_bytes_sent_total"
 BEGUN = "kvferry_router_first_tokens_from_prefill_total"
@@ -185,7 +188,7 @@ def _until_idle(server: Server) -> float:
 
 def sixteen_at_once_through_the_router(run: VllmRun) -> str:
     """kvferry's router, which asks both sides at the same time."""
-    router, decode = run.start_router("p32", "d32", "decode"), run.servers["d32"]
+    router, decode = run.start_router(["p32"], "d32", "decode"), run.servers["d32"]
     longest = run.scale.lengths[-2]
     prompts = [prompt(1 + longest * i // AT_ONCE, "at once") for i in range(1, AT_ONCE + 1)]
     done, failed = metric(decode, ROOMS_DONE), metric(decode, ROOMS_FAILED)
@@ -342,7 +345,7 @@ def first_token_beside_nixl(run: VllmRun) -> str:
         run.pair("nixl-p", "nixl-d"),
         run.servers["alone16"],
     )
-    routers = [run.start_router("p16", "d16", side) for side in ("prefill", "decode")]
+    routers = [run.start_router(["p16"], "d16", side) for side in ("prefill", "decode")]
     ways = [
         _Way("kvferry in turn", kvferry[1], lambda ids: in_turn(*kvferry, ids, TIMED_TOKENS)),
         _Way("kvferry at once", kvferry[1], lambda ids: at_once(*kvferry, ids, TIMED_TOKENS)),
@@ -352,6 +355,7 @@ def first_token_beside_nixl(run: VllmRun) -> str:
     ]
     # Differences fail the case when everything has been measured.
     different: list[str] = []
+    differences: list[str] = []
     for length in run.scale.timed_lengths:
         cold: list[VllmAnswer] = []
         # The first two repetitions connect the pairs and compile kernels.
@@ -364,6 +368,8 @@ def first_token_beside_nixl(run: VllmRun) -> str:
                 if answer.tokens != wanted.tokens:
                     agree = agreement(answer.tokens, wanted.tokens)
                     different.append(f"{way.name}, {length} tokens, after {agree}")
+        apart = shown_difference(ways[0].first_ms, ways[-1].first_ms)
+        differences.append(f"{length} tokens {apart}")
         figures = {way.name: way.figures() for way in ways}
         figures["one server"] = _figures(cold[2 * len(ways) :], [])
         for name, figure in figures.items():
@@ -372,7 +378,8 @@ def first_token_beside_nixl(run: VllmRun) -> str:
     expect(not different, f"other tokens than one server's: {different}")
     early, begun = ways[2].num_with_text, metric(routers[0], BEGUN)
     expect(early == begun, f"{begun:.0f} of {early} streams began with prefill's token")
-    return f"medians of {run.repeats}, all tokens equal"
+    turn = f"in turn, kvferry - NixlConnector: {', '.join(differences)}"
+    return f"medians of {run.repeats}, all tokens equal; {turn}"
 
 
 class _Way:
@@ -400,6 +407,11 @@ class _Way:
             if number > count:
                 self._transfers_s.append((later - seconds) / (number - count))
         return answer
+
+    @property
+    def first_ms(self) -> list[float]:
+        """Times to the first token, in order."""
+        return [answer.first_ms for answer in self._answers]
 
     def figures(self) -> dict[str, float | None]:
         """Return the figures and forget the measurements."""
@@ -461,6 +473,7 @@ def cases(*, is_cuda: bool) -> list[Case[VllmRun]]:
         Case(captured_graphs_in_bfloat16, ("discovery", "alone16", "p16", "d16")),
         Case(links_take_cuda, ("p32", "p32x2", "p16"), only_cuda),
         Case(killed_prefill_fails_only_its_request, (*base, "p32x2", "d32", "p32")),
+        Case(terminated_prefill_fails_no_request, (*base, "drain-p", "p32", "d32")),
         Case(
             first_token_beside_nixl,
             ("discovery", "alone16", "p16", "d16", "nixl-p", "nixl-d"),

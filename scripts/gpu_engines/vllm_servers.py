@@ -18,6 +18,9 @@ from gpu_engines.servers import Server, Spec
 from kvferry.testing.ports import later_port
 
 COMPLETIONS = "/v1/completions"
+ROOMS_DONE = "vllm:kvferry_rooms_done_total"
+# How long a terminated server may finish its requests.
+DRAIN_S = 60
 # Rooms that tests_vllm/skipping.py does not transfer.
 SKIPPED = "skip-"
 _GIB = 1 << 30
@@ -117,6 +120,11 @@ class VllmServers:
             "d32": VllmSide(self._kvferry("d32", "kv_consumer"), 1, middle, batched=chunk),
             "p32x2": VllmSide(self._kvferry("p32x2", "kv_producer"), 2, small, batched=chunk),
             "d32x2": VllmSide(self._kvferry("d32x2", "kv_consumer"), 2, large, batched=chunk),
+            "drain-p": VllmSide(
+                *(self._kvferry("drain-p", "kv_producer"), 1, small),
+                batched=chunk,
+                flags=("--shutdown-timeout", str(DRAIN_S)),
+            ),
             "skipping": VllmSide(
                 self._kvferry("skipping", "kv_consumer")
                 | {"kv_connector": "SkippingConnector"}
@@ -135,11 +143,12 @@ class VllmServers:
         specs = {name: self._vllm(name, side) for name, side in sides.items()}
         return {"discovery": self._discovery_spec(), **specs}
 
-    def router(self, prefill: Server, decode: Server, first_token: str) -> Spec:
-        """Return how to start kvferry's router over a pair, with the first token from a side."""
+    def router(self, prefills: Sequence[Server], decode: Server, first_token: str) -> Spec:
+        """Return how to start kvferry's router, with the first token from a side."""
         port = later_port()
         command = [sys.executable, "-m", "kvferry", "serve", "router", "--engine", "vllm"]
-        command += ["--port", str(port), f"--prefill-url={prefill.name}={prefill.url}"]
+        command += ["--port", str(port)]
+        command += [f"--prefill-url={each.name}={each.url}" for each in prefills]
         command += [f"--decode-url={decode.name}={decode.url}", "--first-token", first_token]
         name, environment = f"router-{first_token}", self._machine.environment()
         return Spec(name, command, port, environment, "/healthz")
