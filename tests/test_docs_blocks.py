@@ -267,7 +267,7 @@ def test_the_shown_signature_has_the_form_of_one() -> None:
 def test_shown_queries_use_existing_names() -> None:
     text = only("docs/metrics.md", "", "# Share").text
     queries = [line for line in text.splitlines() if line and not line.startswith("#")]
-    assert len(queries) == 5
+    assert len(queries) >= 5
     assert [problem for query in queries for problem in problems(query)] == []
 
 
