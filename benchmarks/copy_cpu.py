@@ -1,11 +1,13 @@
 """Throughput of CPU copies of bound pieces, compared with a plain memcpy of the same bytes.
 
-    .venv/bin/python benchmarks/copy_cpu.py [--mib 128] [--repeat 9]
+    .venv/bin/python benchmarks/copy_cpu.py [--mib 128] [--repeat 9] [--only translate]
 
 Fragmented pages, 16 layers, K and V. Each case is compared with the reference copy, then timed in
 alternation with the memcpy. ``split`` and ``join`` copy from pages to pages, from one rank to
-several or back; ``gather`` and ``scatter`` have one contiguous side. Slots of several sizes follow,
-reused in turn, alone and with a copy out of the slot after each gather. The last line is JSON.
+several or back; ``gather`` and ``scatter`` have one contiguous side. ``translate`` copies between
+pages of token rows and pages that keep K by columns, element by element. Slots of several sizes
+follow, reused in turn, alone and with a copy out of the slot after each gather. The last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from kvferry.layout import Layout, Parallel, Span, attention
+from kvferry.layout import DType, Layout, Order, Parallel, Span, attention
 from kvferry.memory.copy.cpu import copy_binding, warm_up
 from kvferry.memory.copy.reference import copy_pieces
 from kvferry.memory.staging import SlotPool, allocate
@@ -139,6 +141,21 @@ def cases(piece_bytes: int, payload_bytes: int, shift: int) -> Iterator[Case]:
     yield between("join", join, full(part), target)
 
 
+def translations(dtype: DType) -> Iterator[Case]:
+    """Return copies from rows of K to columns and back, of V to rows."""
+    spec = attention(layers=LAYERS, kv_heads=8, head_dim=128, dtype=dtype)
+    rows = Layout(spec, page_tokens=PAGE)
+    columns = Layout(spec, page_tokens=2 * PAGE, order=Order.HND, transposed=("kv.k",))
+    # Little, because the reference copies an element at a time.
+    num_tokens = 16 * MIB // (2 * LAYERS * 8 * 128 * dtype.num_bytes)
+    request, pair = Request(num_tokens), RankPair(0, 0)
+    for name, source, target in (("to columns", rows, columns), ("to rows", columns, rows)):
+        full = pages(source, num_tokens, 1, filled=True, shift=0)
+        empty = pages(target, num_tokens, 2, filled=False, shift=0)
+        binding = bind(reshard(source, target), pair, request, full.side, empty.side)
+        yield Case(f"translate {name}", binding, full, empty)
+
+
 def in_turns(repeat: int, works: dict[str, Callable[[], Any]]) -> dict[str, float]:
     """Return the median seconds of each, measured alternately so that noise affects all alike."""
     times: dict[str, list[float]] = {name: [] for name in works}
@@ -172,7 +189,7 @@ def copy_row(case: Case, piece_bytes: int, shift: int, repeat: int) -> dict[str,
         "ratio": round(seconds["memcpy"] / seconds["copy"], 2),
     }
     print(
-        f"{case.name:8} {piece_bytes:6} B at +{shift:<2} {row['gb_per_s']:6.2f} GB/s, memcpy "
+        f"{case.name:20} {piece_bytes:6} B at +{shift:<2} {row['gb_per_s']:6.2f} GB/s, memcpy "
         f"{row['memcpy_gb_per_s']:6.2f}: {row['ratio']:.2f}",
         flush=True,
     )
@@ -238,9 +255,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--mib", type=int, default=128, help="payload of each case")
     parser.add_argument("--repeat", type=int, default=9)
+    parser.add_argument("--only", choices=["translate"], help="leave out the other cases")
     options = parser.parse_args()
     payload = options.mib * MIB
     warm_up_s = warm_up()
+    translated = [
+        copy_row(case, dtype.num_bytes, 0, options.repeat)
+        for dtype in (DType.BFLOAT16, DType.FLOAT32)
+        for case in translations(dtype)
+    ]
+    if options.only:
+        print(json.dumps({"warm_up_s": round(warm_up_s, 2), "translated": translated}))
+        return
     small_us = small_call()
     print(f"warm-up {warm_up_s:.2f} s, a call with 32 pieces {small_us} µs")
     copies = [
@@ -254,7 +280,7 @@ def main() -> None:
         for slot_mib in SLOT_MIB
     ]
     document = {"warm_up_s": round(warm_up_s, 2), "small_us": small_us, "copies": copies}
-    print(json.dumps(document | {"slots": slots}))
+    print(json.dumps(document | {"slots": slots, "translated": translated}))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Throughput of a GPU's gathers and scatters of head slices, compared with a plain copy.
 
-    python benchmarks/copy_gpu.py [--repeats 20] [--only direct]
+    python benchmarks/copy_gpu.py [--repeats 20] [--only direct] [--only packed]
 
 Each case is one call: a source rank's gather for all its targets, a target rank's scatter from all
 its sources, or a source rank's copy straight into its targets' pages. The host measures it from the
@@ -161,7 +161,11 @@ CASES = (
     Case("direct", 1, 1, is_packed=True, tokens=32768),
     Case("direct", 1, 1, is_packed=True, tokens=32768, page_tokens=16),
     Case("gather", 1, 1, is_packed=True, tokens=32768),
-    Case("direct", 8, 2, is_packed=True, tokens=65536, interleave=64),
+    *(
+        Case(direction, 8, 2, is_packed=True, tokens=65536, interleave=interleave)
+        for direction in ("direct", "gather", "scatter")
+        for interleave in (64, 1)
+    ),
 )
 
 
@@ -374,10 +378,16 @@ def measure(case: Case, copier: GpuCopier, repeats: int) -> dict[str, Any]:
     }
 
 
+def _is_wanted(case: Case, names: list[str]) -> bool:
+    return not names or any(name in str(case) for name in names)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--only", default="", help="cases whose names contain this")
+    parser.add_argument(
+        "--only", action="append", default=[], help="cases whose names contain this; repeatable"
+    )
     args = parser.parse_args()
     repeats = args.repeats
     copier = GpuCopier(Device("cuda"))
@@ -387,7 +397,7 @@ def main() -> None:
     heads = f"{'MB':>6} {'GB/s':>6} {'plain':>6} {'ratio':>6} {'on GPU':>6} {'call µs':>8}"
     print(f"{'':62} {heads}")
     rows = []
-    for case in (case for case in CASES if args.only in str(case)):
+    for case in (case for case in CASES if _is_wanted(case, args.only)):
         row = measure(case, copier, repeats)
         rows.append(row)
         print(

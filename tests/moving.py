@@ -81,17 +81,26 @@ class Rank(NamedTuple):
         state = isinstance(group.kind, StateRow)
         return 1 if state else self.layout.page_tokens // group.tokens_per_entry
 
-    def view(self, group: Group, tensor: str, layer: int) -> Bytes:
-        """Return one layer of a tensor as [page, token, unit, byte], for any order in memory."""
+    def view(self, group: Group, tensor: str, layer: int) -> NDArray[np.void]:
+        """Return one layer of a tensor as [page, token, unit, element], for any order in memory."""
         placement = self.side.pools.of(group.name, tensor)
         (base,) = [b for b in placement.bases if b.layer == layer]
-        unit_bytes = next(t.unit_bytes for t in group.tensors if t.name == tensor)
+        index, its = next((i, t) for i, t in enumerate(group.tensors) if t.name == tensor)
         units = int(owned(self.layout, self.rank, group, 1).units.sum())
-        page = self.page_of(group)
+        page, elements = self.page_of(group), its.elements
         region = self.regions[base.region]
+        if f"{group.name}.{tensor}" in self.layout.transposed:
+            whole = region.view(f"V{its.dtype.num_bytes}").reshape(-1, units, elements, page)
+            return whole.transpose(0, 3, 1, 2)
+        first, row = 0, its.unit_bytes
+        if group.name in self.layout.packed:
+            row = group.unit_bytes
+            first = sum(before.unit_bytes for before in group.tensors[:index])
         if self.layout.order is Order.NHD:
-            return region.reshape(-1, page, units, unit_bytes)
-        return region.reshape(-1, units, page, unit_bytes).swapaxes(1, 2)
+            rows = region.reshape(-1, page, units, row)
+        else:
+            rows = region.reshape(-1, units, page, row).swapaxes(1, 2)
+        return rows[..., first : first + its.unit_bytes].view("V1")
 
     def write(
         self, cache: Cache, num_tokens: int, keep: Callable[[Group], NDArray[np.bool_]]
@@ -111,7 +120,7 @@ class Rank(NamedTuple):
                     for layer in np.flatnonzero(mine.layers):
                         view = self.view(group, tensor.name, int(layer))
                         row = cache[group.name, tensor.name][layer, token, mine.units]
-                        view[table.pages[index], local % page] = row
+                        view[table.pages[index], local % page] = row.view(view.dtype)
 
 
 def make_ranks(

@@ -3,9 +3,9 @@
 Transfers requests in two chunks, with pools and arguments as schedulers make them: ``index`` keys
 beside a latent, with a draft's (TP2 to TP1; SGLang has pages of 64 only, and one layer without
 keys), block ``scales`` of K and V (TP2 with pages of 1 to TP1 with pages of 4), and a ``draft``
-model's cache with other heads (the same). Prints a line of JSON for each request: final statuses,
-number of wrong rows, and number of other rows with data. The last line has the messages that
-refuse other configurations. ``test_7_auxiliary_pools.py`` runs it.
+model's cache with other heads (the same, and from two pipeline ``stages``). Prints a line of JSON
+for each request: final statuses, number of wrong rows, and number of other rows with data. The last
+line has the messages that refuse other configurations. ``test_7_auxiliary_pools.py`` runs it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pooled import PooledRank, transfer
 from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.base.conn import KVArgs, StateType
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.mem_cache.memory_pool import (
     DSATokenToKVPool,
     MHATokenToKVPool,
@@ -35,6 +36,8 @@ from kvferry import InputError
 from kvferry.connectors.sglang.unsupported import check_supported
 
 LAYERS, HEADS, DRAFT_HEADS = 3, 4, 2
+# Number of a tensor whose rows no one may send.
+UNUSED = 90
 # The second layer reuses the indices of the first.
 SHARED = [False, True, False]
 DSA_PAGE = 64
@@ -55,11 +58,15 @@ class Rows(NamedTuple):
 
 
 class Form(NamedTuple):
-    """A model's pools on one rank: its own, the draft's, and the rows in them."""
+    """A model's pools on one rank: its own, the draft's, and the rows in them.
+
+    ``numbers`` identify the tensors of ``rows`` if this stage has not all of them.
+    """
 
     pool: Any
     draft: Any
     rows: list[Rows]
+    numbers: tuple[int, ...] | None = None
 
 
 def paged(buffer: torch.Tensor, page: int, units: range) -> Rows:
@@ -109,9 +116,11 @@ def scales(rank: int, tp: int, page: int) -> Form:
     return Form(pool, None, [paged(buffer, page, heads) for buffer in buffers])
 
 
-def draft(rank: int, tp: int, page: int) -> Form:
+def draft(rank: int, tp: int, page: int, stages: tuple[int, int] = (0, 1)) -> Form:
+    """A draft model, for which every stage has memory and which the last stage computes."""
     pools, rows = [], []
-    for heads, layers in ((HEADS, LAYERS), (DRAFT_HEADS, 1)):
+    mine = range(*get_pp_indices(LAYERS, *stages))
+    for heads, layers in ((HEADS, len(mine)), (DRAFT_HEADS, 1)):
         own = share(heads, rank, tp)
         pool = MHATokenToKVPool(
             *(size(page), page, torch.float32, len(own), backends.DIM, layers),
@@ -119,17 +128,20 @@ def draft(rank: int, tp: int, page: int) -> Form:
         )
         rows += [paged(buffer, page, own) for buffer in (*pool.k_buffer, *pool.v_buffer)]
         pools.append(pool)
-    return Form(pools[0], pools[1], rows)
+    of_draft = 2 * LAYERS if stages[0] == stages[1] - 1 else UNUSED
+    numbers = (*mine, *(LAYERS + layer for layer in mine), of_draft, of_draft + 1)
+    return Form(pools[0], pools[1], rows, numbers)
 
 
-FORMS: dict[str, Callable[[int, int, int], Form]] = {
+FORMS: dict[str, Callable[..., Form]] = {
     "index": index,
     "scales": scales,
     "draft": draft,
+    "stages": draft,
 }
 # Of one chunk and of two, which fill their last page or not.
-LENGTHS = {"index": (40, 64, 150, 200), "scales": (1, 7, 22, 24), "draft": (1, 7, 22, 24)}
-DTYPES = {"index": "bfloat16", "scales": "mxfp8", "draft": "float32"}
+LENGTHS = dict.fromkeys(FORMS, (1, 7, 22, 24)) | {"index": (40, 64, 150, 200)}
+DTYPES = {"index": "bfloat16", "scales": "mxfp8", "draft": "float32", "stages": "float32"}
 
 
 def arguments(name: str, form: Form, rank: int, tp: int, page: int) -> tuple[KVArgs, Any]:
@@ -151,13 +163,23 @@ def arguments(name: str, form: Form, rank: int, tp: int, page: int) -> tuple[KVA
 class AuxiliaryRank(PooledRank):
     """One scheduler's pools, and the manager for them."""
 
-    def __init__(self, backend: backends.Backend, name: str, mode: Any, rank: int, tp: int) -> None:
+    def __init__(
+        self,
+        backend: backends.Backend,
+        name: str,
+        mode: Any,
+        rank: int,
+        tp: int,
+        stages: tuple[int, int] = (0, 1),
+    ) -> None:
         is_prefill = mode == DisaggregationMode.PREFILL
         self.page = DSA_PAGE if name == "index" else 1 if is_prefill else 4
-        with backends.as_rank(rank, tp):
-            self.form = FORMS[name](rank, tp, self.page)
+        staged = (stages,) if stages != (0, 1) else ()
+        with backends.as_rank(rank, tp, *stages):
+            self.form = FORMS[name](rank, tp, self.page, *staged)
         args, self.rows = arguments(name, self.form, rank, tp, self.page)
-        self.manager = backend.manager(args, mode, rank, tp, is_mla=name == "index")
+        is_mla = name == "index"
+        self.manager = backend.manager(args, mode, rank, tp, stages=stages, is_mla=is_mla)
         self.num_tokens, self.pages = 0, [0]
 
     def allocate(self, num_tokens: int, *, computes: bool) -> list[int]:
@@ -174,7 +196,8 @@ class AuxiliaryRank(PooledRank):
 
     def entries(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield each row of the request with its expected bytes."""
-        for number, rows in enumerate(self.form.rows):
+        numbers = self.form.numbers or range(len(self.form.rows))
+        for number, rows in zip(numbers, self.form.rows, strict=True):
             for token in range(self.num_tokens):
                 page, place = self.pages[token // self.page], token % self.page
                 for local, unit in enumerate(rows.units):
@@ -249,7 +272,11 @@ def transfer_all(model: Path, name: str) -> None:
     backend = backends.Backend("kvferry", HEADS, model)
     with get_spec().override(speculative_draft_model_path=str(model / name)):
         prefill, decode = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
-        sources = [AuxiliaryRank(backend, name, prefill, rank, 2) for rank in range(2)]
+        if name == "stages":
+            stages = (0, 2), (1, 2)
+            sources = [AuxiliaryRank(backend, name, prefill, 0, 1, each) for each in stages]
+        else:
+            sources = [AuxiliaryRank(backend, name, prefill, rank, 2) for rank in range(2)]
         target = AuxiliaryRank(backend, name, decode, 0, 1)
     for num_tokens in LENGTHS[name]:
         result = {"form": name, **transfer(backend, sources, target, num_tokens)}

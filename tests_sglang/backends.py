@@ -98,10 +98,17 @@ class Backend:
         return Rank(self.manager(args, mode, rank, tp), pools, rows)
 
     def manager(
-        self, args: Any, mode: DisaggregationMode, rank: int, tp: int, *, is_mla: bool = False
+        self,
+        args: Any,
+        mode: DisaggregationMode,
+        rank: int,
+        tp: int,
+        *,
+        stages: tuple[int, int] = (0, 1),
+        is_mla: bool = False,
     ) -> Any:
         # Each manager belongs to another server, which its port identifies.
-        with as_rank(rank, tp), get_serving().override(port=later_port()):
+        with as_rank(rank, tp, *stages), get_serving().override(port=later_port()):
             return self._classes[KVClassType.MANAGER](args, mode, self._args, is_mla)
 
     def kind(self, part: KVClassType) -> Any:
@@ -168,12 +175,18 @@ def kv_args(rank: int, tp: int, heads: int) -> tuple[Any, list[torch.Tensor], An
     return args, pools, rows
 
 
-def as_rank(rank: int, tp: int) -> Any:
-    """Let SGLang take this process for a rank."""
+def as_rank(rank: int, tp: int, stage: int = 0, num_stages: int = 1) -> Any:
+    """Let SGLang take this process for a rank of a pipeline stage."""
     ranks = dict.fromkeys(("tp_rank", "attn_tp_rank", "moe_tp_rank"), rank)
     sizes = dict.fromkeys(("tp_size", "attn_tp_size", "moe_tp_size"), tp)
-    group = SimpleNamespace(world_size=1, rank_in_group=0, is_first_rank=True, is_last_rank=True)
-    return get_parallel().override(**ranks, **sizes, pp_group=group)
+    group = SimpleNamespace(
+        world_size=num_stages,
+        rank_in_group=stage,
+        is_first_rank=stage == 0,
+        is_last_rank=stage == num_stages - 1,
+    )
+    stages = {"pp_rank": stage, "pp_size": num_stages, "pp_group": group}
+    return get_parallel().override(**ranks, **sizes, **stages)
 
 
 def fill(ranks: list[Rank], heads: int, room: int) -> None:

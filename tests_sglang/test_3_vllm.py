@@ -1,7 +1,7 @@
-"""SGLang on one side and vLLM on the other: both reject the pair with a reason.
+"""SGLang on one side and vLLM on the other, in both directions.
 
-On a CPU, vLLM stores K by columns inside a block, so the handshake rejects the pair. The models'
-fingerprints agree.
+On a CPU, vLLM stores K by columns inside a block, which the copy translates. Blocks and pages have
+different sizes. vLLM's prefill passes on the first token, from which SGLang's decode continues.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,12 +17,12 @@ from typing import Any, NamedTuple
 
 import pytest
 from conftest import Servers
+from marked_rooms import marked, unmarked
 from pairs import NUM_TOKENS, new_room
-from prompts import SHORT
+from prompts import LONG, MANY, SHORT
 from reference import Reference
-from servers import ROOT, post
-from test_3_engines import instance, sglang_body
-from test_4_aborts_and_deaths import is_idle, wait_until
+from servers import HERE, ROOT, Server
+from test_3_engines import instance, post_to_both, sglang_body
 
 from kvferry import DiscoveryServer
 from kvferry.testing.ports import later_port
@@ -34,9 +33,6 @@ VENV = Path(os.environ.get("VLLM_VENV", ROOT / ".venv-vllm"))
 VLLM = VENV / "bin" / "vllm"
 # The smallest block that vLLM has on a CPU.
 BLOCK_TOKENS = 32
-# The connector names a tensor so if K is not stored by tokens.
-VLLM_TENSOR = f"blocks_of_{BLOCK_TOKENS}_tokens"
-DIFFER = "so one can't read the other's; use engines"
 
 pytestmark = pytest.mark.skipif(
     not VLLM.exists(),
@@ -49,7 +45,8 @@ def start(role: str, discovery: str, model: Path, folder: Path) -> Vllm:
     port, points = later_port(), folder / "vllm-points"
     subprocess.run([sys.executable, ROOT / "scripts" / "entry-points", points], check=True)
     extra = {"discovery": discovery, "instance": f"vllm-{role}"}
-    transfer: dict[str, Any] = {"kv_connector": "KVFerryConnector", "kv_role": role}
+    transfer: dict[str, Any] = {"kv_connector": "SpoilingConnector", "kv_role": role}
+    transfer["kv_connector_module_path"] = "vllm_controls"
     transfer |= {"kv_load_failure_policy": "fail", "kv_connector_extra_config": extra}
     command = [
         *(str(VLLM), "serve", str(model), "--port", str(port), "--host", "127.0.0.1"),
@@ -58,7 +55,9 @@ def start(role: str, discovery: str, model: Path, folder: Path) -> Vllm:
         *("--max-num-seqs", "4", "--block-size", str(BLOCK_TOKENS)),
         *("--kv-transfer-config", json.dumps(transfer)),
     ]
-    server = Vllm(role, command, port, environment(points))
+    given = environment(points)
+    given["PYTHONPATH"] += f":{HERE}"
+    server = Vllm(role, command, port, given)
     print(f"starting vLLM as {role}, log {server.log}", flush=True)
     return server
 
@@ -77,7 +76,7 @@ def vllm_servers(servers: Servers, model: Path, folder: Path) -> Iterator[VllmSe
         prefill = start("kv_producer", discovery.url, model, folder)
         stack.callback(prefill.stop)
         decode = start(
-            "kv_consumer", f"http://127.0.0.1:{servers.prefill_tp1.bootstrap}", model, folder
+            "kv_consumer", f"http://127.0.0.1:{servers.prefill_tp3.bootstrap}", model, folder
         )
         stack.callback(decode.stop)
         for server in (prefill, decode):
@@ -85,47 +84,79 @@ def vllm_servers(servers: Servers, model: Path, folder: Path) -> Iterator[VllmSe
         yield VllmServers(prefill, int(discovery.url.rpartition(":")[2]), decode)
 
 
-def vllm_body(prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
+def vllm_body(prompt: list[int], num_tokens: int, params: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": "m",
         "prompt": prompt,
         "temperature": 0,
-        "max_tokens": NUM_TOKENS,
+        "ignore_eos": True,
+        "max_tokens": num_tokens,
+        "return_token_ids": True,
         "kv_transfer_params": params,
     }
 
 
-def post_in_background(url: str, body: dict[str, Any]) -> None:
-    """Send a request without waiting for its response."""
-    threading.Thread(target=post, args=(url, body), daemon=True).start()
+def from_vllm(vllm: VllmServers, servers: Servers, prompt: list[int], room: int) -> dict[str, Any]:
+    """Return SGLang's response to a prompt that vLLM prefills."""
+    own = {"room": room, "first_token": True}
+    params = {"do_remote_decode": True, "kvferry": own}
+    return post_to_both(
+        f"{vllm.prefill.url}/v1/completions",
+        vllm_body(prompt, 1, params),
+        f"{servers.decode.url}/generate",
+        sglang_body(prompt, vllm.port, room),
+    )
 
 
-def test_sglang_rejects_vllm_prefill(
-    vllm_servers: VllmServers, servers: Servers, reference: Reference
-) -> None:
-    prompt, room = reference.ids(SHORT), new_room()
-    params = {"do_remote_decode": True, "kvferry": {"room": room}}
-    post_in_background(f"{vllm_servers.prefill.url}/v1/completions", vllm_body(prompt, params))
-    answer = post(f"{servers.decode.url}/generate", sglang_body(prompt, vllm_servers.port, room))
-    assert answer.get("status") == 500, answer
-    assert f"the tensors {VLLM_TENSOR} at prefill and k, v at decode, {DIFFER}" in answer["error"]
-
-
-def test_vllm_rejects_sglang_prefill(
-    vllm_servers: VllmServers, servers: Servers, reference: Reference
-) -> None:
-    """vLLM responds that the request failed; its log has the reason."""
-    prompt, room = reference.ids(SHORT), new_room()
-    transfer = {"room": room, "prefill": instance(servers.prefill_tp1), "tokens": len(prompt)}
+def from_sglang(vllm: VllmServers, prefill: Server, prompt: list[int], room: int) -> dict[str, Any]:
+    """Return vLLM's response to a prompt that SGLang prefills."""
+    transfer = {"room": room, "prefill": instance(prefill), "tokens": len(prompt)}
     params = {"do_remote_prefill": True, "kvferry": transfer}
-    request = sglang_body(prompt, servers.prefill_tp1.bootstrap, room) | {"rid": "for-vllm"}
-    post_in_background(f"{servers.prefill_tp1.url}/generate", request)
-    answer = post(f"{vllm_servers.decode.url}/v1/completions", vllm_body(prompt, params))
-    assert answer.get("status") == 500, answer
-    reason = f"the tensors k, v at prefill and {VLLM_TENSOR} at decode, {DIFFER}"
-    log = vllm_servers.decode.log
-    wait_until(lambda: reason in log.read_text(errors="replace"), "vLLM did not log the reason")
-    # Abort, because no decode server comes; prefill would wait for its deadline.
-    wait_until(lambda: not is_idle(servers.prefill_tp1), "prefill did not get the request")
-    post(f"{servers.prefill_tp1.url}/abort_request", {"rid": "for-vllm"})
-    wait_until(lambda: is_idle(servers.prefill_tp1), "prefill still has the request")
+    return post_to_both(
+        f"{prefill.url}/generate",
+        sglang_body(prompt, prefill.bootstrap, room),
+        f"{vllm.decode.url}/v1/completions",
+        vllm_body(prompt, NUM_TOKENS, params),
+    )
+
+
+def vllm_ids(answer: dict[str, Any]) -> list[int]:
+    assert "choices" in answer, answer
+    return list(answer["choices"][0]["token_ids"])
+
+
+@pytest.mark.parametrize("text", [SHORT, LONG, MANY[1]])
+def test_sglang_decodes_after_vllm_prefill(
+    vllm_servers: VllmServers, servers: Servers, reference: Reference, text: str
+) -> None:
+    prompt = reference.ids(text)
+    answer = from_vllm(vllm_servers, servers, prompt, unmarked(new_room()))
+    assert answer.get("output_ids") == reference.answer(prompt, NUM_TOKENS), answer
+
+
+@pytest.mark.parametrize("text", [SHORT, LONG, MANY[2]])
+def test_vllm_decodes_after_sglang_prefill(
+    vllm_servers: VllmServers, servers: Servers, reference: Reference, text: str
+) -> None:
+    prompt = reference.ids(text)
+    answer = from_sglang(vllm_servers, servers.prefill_tp3, prompt, unmarked(new_room()))
+    assert vllm_ids(answer) == reference.answer(prompt, NUM_TOKENS)
+
+
+def test_other_blocks_change_sglangs_answer(
+    vllm_servers: VllmServers, servers: Servers, reference: Reference
+) -> None:
+    prompt = reference.ids(MANY[3])
+    answer = from_vllm(vllm_servers, servers, prompt, marked(new_room()))
+    expected = reference.answer(prompt, NUM_TOKENS)
+    # The first token is prefill's own.
+    assert answer["output_ids"][0] == expected[0], answer
+    assert answer["output_ids"] != expected
+
+
+def test_untranslated_keys_change_vllms_answer(
+    vllm_servers: VllmServers, servers: Servers, reference: Reference
+) -> None:
+    prompt = reference.ids(MANY[4])
+    answer = from_sglang(vllm_servers, servers.prefill_tp3, prompt, marked(new_room()))
+    assert vllm_ids(answer) != reference.answer(prompt, NUM_TOKENS)

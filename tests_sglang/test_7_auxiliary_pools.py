@@ -9,6 +9,7 @@ from pathlib import Path
 
 from test_6_failures import all_done, run
 
+FORMS = ("index", "scales", "draft", "stages")
 REFUSED = {
     "several kinds": "of the kinds dsa, dsa_tail: use another backend",
     "four bits": "--kv-cache-dtype nvfp4: use fp8_e4m3",
@@ -21,7 +22,7 @@ REFUSED = {
 def test_auxiliary_pools_arrive_or_are_rejected(folder: Path) -> None:
     *results, refused = run(folder, "auxiliary_pools.py")
     forms = [result["form"] for result in results]
-    assert {form: forms.count(form) for form in forms} == {"index": 4, "scales": 4, "draft": 4}
+    assert {form: forms.count(form) for form in forms} == dict.fromkeys(FORMS, 4)
     assert all_done(results)
     assert [result["touched"] for result in results] == [0] * len(results)
     assert refused.keys() == REFUSED.keys()

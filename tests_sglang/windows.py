@@ -1,10 +1,10 @@
 """SGLang's pools for sliding windows, without a server.
 
-Transfers requests of the given lengths in two chunks between ``SWAKVPool`` of TP2 with pages of 1
-and of TP1 with pages of 4, with arguments and page lists as schedulers make them. Before the last
-chunk, prefill frees the pages in front of the window. Prints a line of JSON for each request:
-final statuses, number of wrong entries, and number of other slots at decode that changed.
-``test_7_windows.py`` runs it.
+Transfers requests of the given lengths in two chunks between ``SWAKVPool`` of TP2 or of two
+pipeline stages (``ranks`` or ``stages``) with pages of 1 and of TP1 with pages of 4, with arguments
+and page lists as schedulers make them. Before the last chunk, prefill frees the pages in front of
+the window. Prints a line of JSON for each request: final statuses, number of wrong entries, and
+number of other slots at decode that changed. ``test_7_windows.py`` runs it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from pooled import PooledRank, transfer
 from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.common import kv_to_page_indices
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
@@ -36,11 +37,21 @@ class WindowedRank(PooledRank):
 
     window = NUM_EARLIER
 
-    def __init__(self, backend: backends.Backend, mode: Any, rank: int, tp: int, page: int) -> None:
+    def __init__(
+        self,
+        backend: backends.Backend,
+        mode: Any,
+        rank: int,
+        tp: int,
+        page: int,
+        stages: tuple[int, int] = (0, 1),
+    ) -> None:
         share = HEADS // tp
+        self.layers = range(*get_pp_indices(LAYERS, *stages))
+        sliding, full = ([layer for layer in of if layer in self.layers] for of in (SLIDING, FULL))
         self.page, self.heads = page, range(rank * share, (rank + 1) * share)
         self.pool = SWAKVPool(
-            *(SLOTS, SLOTS, page, torch.float32, share, backends.DIM, SLIDING, FULL, "cpu"),
+            *(SLOTS, SLOTS, page, torch.float32, share, backends.DIM, sliding, full, "cpu"),
         )
         self.allocator = SWATokenToKVPoolAllocator(
             *(SLOTS, SLOTS, page, torch.float32, "cpu", self.pool, False),
@@ -51,7 +62,7 @@ class WindowedRank(PooledRank):
         )
         args.page_size, args.prefill_end_layer = page, LAYERS
         utils.setup_state_kv_args(args, self.pool, total_kv_layers=LAYERS)
-        self.manager = backend.manager(args, mode, rank, tp)
+        self.manager = backend.manager(args, mode, rank, tp, stages=stages)
         self.slots = torch.empty(0, dtype=torch.int64)
 
     def allocate(self, num_tokens: int, *, computes: bool) -> list[int]:
@@ -83,7 +94,7 @@ class WindowedRank(PooledRank):
         return [(pool.get_key_buffer(layer), slots), (pool.get_value_buffer(layer), slots)]
 
     def fill(self) -> None:
-        for layer in range(LAYERS):
+        for layer in self.layers:
             for kind, (buffer, places) in enumerate(self.entries(layer)):
                 for token, place in enumerate(places.tolist()):
                     for local, head in enumerate(self.heads):
@@ -118,7 +129,7 @@ class WindowedRank(PooledRank):
         return found
 
     def clear(self) -> None:
-        for layer in range(LAYERS):
+        for layer in self.layers:
             self.pool.get_key_buffer(layer).zero_()
             self.pool.get_value_buffer(layer).zero_()
         self.allocator.clear()
@@ -130,9 +141,15 @@ def main(model: Path) -> None:
     config["hybrid_layer_pattern"] = [int(layer in SLIDING) for layer in range(LAYERS)]
     (model / "config.json").write_text(json.dumps(config))
     backend = backends.Backend("kvferry", HEADS, model)
-    prefill = [WindowedRank(backend, DisaggregationMode.PREFILL, rank, 2, 1) for rank in range(2)]
+    ranks = [(0, 2), (1, 2)]
+    if sys.argv[1] == "stages":
+        prefill = [
+            WindowedRank(backend, DisaggregationMode.PREFILL, 0, 1, 1, stages) for stages in ranks
+        ]
+    else:
+        prefill = [WindowedRank(backend, DisaggregationMode.PREFILL, *rank, 1) for rank in ranks]
     decode = WindowedRank(backend, DisaggregationMode.DECODE, 0, 1, 4)
-    for num_tokens in map(int, sys.argv[1:]):
+    for num_tokens in map(int, sys.argv[2:]):
         result = {"tokens": num_tokens, **transfer(backend, prefill, decode, num_tokens)}
         result |= {"wrong": decode.count_wrong(), "touched": decode.count_touched()}
         backends.print_json(result)

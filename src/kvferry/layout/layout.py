@@ -303,13 +303,20 @@ Sharding = Parallel | ExplicitSharding
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """One side: its cache, sharding, paging and number of data-parallel replicas."""
+    """One side: its cache, sharding, paging and number of data-parallel replicas.
+
+    ``packed`` names groups whose tensors follow each other in every unit of a token, such as K and
+    V in one row. ``transposed`` names tensors, as ``group.tensor``, that a page keeps by unit,
+    element and token, so that an element's tokens are contiguous.
+    """
 
     spec: CacheSpec
     sharding: Sharding = Parallel()
     dp: int = 1
     page_tokens: int = 16
     order: Order = Order.NHD
+    packed: tuple[str, ...] = ()
+    transposed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.dp <= MAX_RANKS:
@@ -324,9 +331,32 @@ class Layout(msgspec.Struct, frozen=True):
                     f"a page of {self.page_tokens} tokens does not hold whole entries of "
                     f"{group.tokens_per_entry} tokens, as group {group.name!r} has; use a multiple"
                 )
+        self._check_forms()
         reasons = self.sharding.refusals(self.spec)
         if reasons:
             raise Refused(reasons)
+
+    def _check_forms(self) -> None:
+        for name in self.packed:
+            self.spec.group(name)
+        known = {
+            f"{group.name}.{tensor.name}": (group, tensor)
+            for group in self.spec.groups
+            for tensor in group.tensors
+        }
+        for name in self.transposed:
+            if name not in known:
+                raise InputError(f"no tensor {name!r} in this cache; it has {', '.join(known)}")
+            group, tensor = known[name]
+            if isinstance(group.kind, StateRow) or tensor.parts or group.name in self.packed:
+                raise InputError(
+                    f"{name} can't be transposed, because it has no tokens, has parts of several "
+                    f"types or shares its rows with another tensor; leave it out"
+                )
+
+    def is_transposed(self, group: str, tensor: str) -> bool:
+        """Return whether a page keeps an element's tokens next to each other."""
+        return f"{group}.{tensor}" in self.transposed
 
     def page_entries(self, group: Group) -> int:
         """Return how many entries of a group a page holds; 1 for state rows."""

@@ -52,14 +52,15 @@ class Memory(NamedTuple):
     def of(layout: Layout, rank: int, pools: PoolArrays) -> Memory:
         """Return pools given as arrays of ``[pages, tokens, units, ...]``, or units before tokens.
 
-        The layout's order decides which. Arrays of state rows have no token axis. A group of
+        The layout's order decides which. The last axis of a transposed tensor, its elements, may
+        have any stride. Arrays of state rows have no token axis. A group of
         which this rank holds one unit needs no unit axis.
         """
         views: list[_View] = []
         for group, num_units, layers in _held(layout, rank):
             for tensor in group.tensors:
                 arrays = _by_layer(group, tensor, layers, pools)
-                axes = _Axes.of(layout, group, num_units)
+                axes = _Axes.of(layout, group, tensor, num_units)
                 views += [_view(group, tensor, axes, layer, arrays[layer]) for layer in layers]
         regions = _regions(views)
         return Memory(PoolMap(tuple(_placements(views, regions))), regions, owners=pools)
@@ -137,16 +138,21 @@ def _by_layer(
 
 
 class _Axes(NamedTuple):
-    """The expected axes after the page axis. ``num_tokens`` is None if there is no token axis."""
+    """The expected axes after the page axis. ``num_tokens`` is None if there is no token axis.
+
+    ``is_transposed``: the elements of a unit are not contiguous.
+    """
 
     num_tokens: int | None
     num_units: int
     units_first: bool
+    is_transposed: bool
 
     @staticmethod
-    def of(layout: Layout, group: Group, num_units: int) -> _Axes:
+    def of(layout: Layout, group: Group, tensor: Tensor, num_units: int) -> _Axes:
         num_tokens = None if isinstance(group.kind, StateRow) else layout.page_tokens
-        return _Axes(num_tokens, num_units, layout.order is Order.HND)
+        is_transposed = layout.is_transposed(group.name, tensor.name)
+        return _Axes(num_tokens, num_units, layout.order is Order.HND, is_transposed)
 
     def shape(self) -> list[int]:
         """Return the sizes of the token and unit axes, in order."""
@@ -176,11 +182,13 @@ class _View(NamedTuple):
     page_stride: int
     token_stride: int
     unit_stride: int
+    element_stride: int | None
     region: Region
 
     @property
-    def strides(self) -> tuple[int, int, int, int]:
-        return self.page_stride, self.token_stride, self.unit_stride, self.num_pages
+    def strides(self) -> tuple[int | None, ...]:
+        strides = self.page_stride, self.token_stride, self.unit_stride, self.element_stride
+        return *strides, self.num_pages
 
 
 def _array_info(array: Any) -> _ArrayInfo:
@@ -211,7 +219,9 @@ def _view(group: Group, tensor: Tensor, axes: _Axes, layer: int, array: Any) -> 
             f"{group.name}.{tensor.name} of layer {layer} has shape {list(raw.shape)} of "
             f"{raw.itemsize} bytes each; its layout needs [{wanted}], {unit_bytes} bytes per unit"
         )
-    if not _dense(raw, 1 + len(middle)):
+    if axes.is_transposed:
+        _check_transposed(group, tensor, layer, raw)
+    elif not _dense(raw, 1 + len(middle)):
         raise InputError(
             f"{group.name}.{tensor.name} of layer {layer} has gaps inside a unit; "
             f"the axes after the units must be contiguous"
@@ -226,8 +236,21 @@ def _view(group: Group, tensor: Tensor, axes: _Axes, layer: int, array: Any) -> 
         raw.strides[0],
         strides.get("tokens", 0),
         strides.get("units", unit_bytes),
+        raw.strides[-1] if axes.is_transposed else None,
         Region(raw.address, extent, raw.device),
     )
+
+
+def _check_transposed(group: Group, tensor: Tensor, layer: int, raw: _ArrayInfo) -> None:
+    """Refuse a transposed tensor without an axis of elements, or on a GPU."""
+    where = f"{group.name}.{tensor.name} of layer {layer}"
+    if (raw.shape[-1], raw.itemsize) != (tensor.elements, tensor.dtype.num_bytes):
+        raise InputError(
+            f"{where} is transposed, so its last axis must have the {tensor.elements} elements of "
+            f"{tensor.dtype}, not {raw.shape[-1]} of {raw.itemsize} bytes"
+        )
+    if not raw.device.is_host:
+        raise InputError(f"{where} is transposed, which is supported in host memory only")
 
 
 def _names(axes: _Axes, middle: list[int]) -> list[str]:
@@ -302,6 +325,7 @@ def _placement(views: list[_View], regions: tuple[Region, ...]) -> Placement:
         first.unit_stride,
         first.num_pages,
         bases,
+        first.element_stride,
     )
 
 

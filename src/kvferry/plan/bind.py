@@ -264,10 +264,12 @@ def make_template(
             move, tokens = _clip(plan, whole, request, block)
             if not tokens.num_tokens:
                 continue
-            group = plan.spec.group(move.group)
+            group = plan.forms.groups[move.group]
             layers = group.layers_in(move.layers)
-            source_rank = _RankShards(plan.source, plan.held[move.source], move.source_unit)
-            target_rank = _RankShards(plan.target, plan.wanted[move.target], move.target_unit)
+            columns = plan.forms.transposed_in(group)
+            held, wanted = plan.held[move.source], plan.wanted[move.target]
+            source_rank = _RankShards(plan.source, held, move.source_unit, columns)
+            target_rank = _RankShards(plan.target, wanted, move.target_unit, columns)
             templates.append(
                 _move_template(
                     group,
@@ -296,11 +298,15 @@ def _clip(plan: Plan, move: Move, request: Request, block: Block) -> tuple[Move,
 
 
 class _RankShards(NamedTuple):
-    """One end of a move in the plan: the rank's layout and shards, and the move's first unit."""
+    """One end of a move in the plan: the rank's layout and shards, and the move's first unit.
+
+    ``columns`` are the tensors that a slot keeps transposed.
+    """
 
     layout: Layout
     shards: tuple[Shard, ...]
     unit: int
+    columns: tuple[str, ...]
 
 
 class _MovePlacements(NamedTuple):
@@ -326,7 +332,7 @@ def _move_end(
 ) -> _MovePlacements:
     num_tokens = tokens.num_tokens
     if pools is None:
-        placements = _slot_placements(group, move, num_tokens, offset)
+        placements = _slot_placements(group, move, num_tokens, offset, rank.columns)
         packed = tokens.pattern.shifted(tokens.first)
         return _MovePlacements(PageCut(num_tokens, 0, packed, 0), 0, placements)
     placements = tuple(pools.of(group.name, tensor.name) for tensor in group.tensors)
@@ -340,9 +346,12 @@ def _move_end(
 # Cached, because pushes of one size recur, and bases for each layer are most of a binding's cost.
 @lru_cache(maxsize=1024)
 def _slot_placements(
-    group: Group, move: Move, num_tokens: int, offset: int
+    group: Group, move: Move, num_tokens: int, offset: int, columns: tuple[str, ...]
 ) -> tuple[Placement, ...]:
-    """Return a move's tensors in a staging slot: dense, by layer, tensor, token and unit."""
+    """Return a move's tensors in a staging slot: dense, by layer, tensor, token and unit.
+
+    Those in ``columns`` are transposed: by layer, tensor, unit, element and token.
+    """
     layers = group.layers_in(move.layers)
     cells = num_tokens * len(move.units)
     placements = []
@@ -351,9 +360,12 @@ def _slot_placements(
         bases = tuple(
             Base(layer, 0, offset + i * cells * group.unit_bytes) for i, layer in enumerate(layers)
         )
-        placements.append(
-            Placement(group.name, tensor.name, page, row, tensor.unit_bytes, 1, bases)
-        )
+        strides: tuple[int, int] = row, tensor.unit_bytes
+        column = None
+        if tensor.name in columns:
+            width = tensor.dtype.num_bytes
+            strides, column = (width, num_tokens * tensor.unit_bytes), num_tokens * width
+        placements.append(Placement(group.name, tensor.name, page, *strides, 1, bases, column))
         offset += cells * tensor.unit_bytes
     return tuple(placements)
 
@@ -371,7 +383,8 @@ def _move_template(
     for tensor, from_, into in zip(
         group.tensors, source.placements, target.placements, strict=True
     ):
-        block = TensorBlock(group.name, len(move.units), tensor.unit_bytes, counted)
+        width = tensor.dtype.num_bytes
+        block = TensorBlock(group.name, len(move.units), tensor.unit_bytes, width, counted)
         key = PieceKey(block, source.cut, target.cut, _strides(from_), _strides(into))
         bases = from_.bases_of(layers), into.bases_of(layers)
         tensors.append(_TensorTemplate(tensor.name, *bases, key))
@@ -379,7 +392,8 @@ def _move_template(
 
 
 def _strides(at: Placement) -> PoolStrides:
-    return PoolStrides(at.page_stride, at.token_stride, at.unit_stride, at.num_pages)
+    strides = at.page_stride, at.token_stride, at.unit_stride
+    return PoolStrides(*strides, at.num_pages, at.element_stride)
 
 
 def _table(tables: Tables, group: str) -> PageTable:

@@ -30,13 +30,16 @@ class BlockShape(NamedTuple):
     """What the chooser needs to know about the blocks of a push.
 
     ``slices`` and ``runs`` count the pieces before and after merging adjacent pages. The mode
-    ``runs`` is open if a full page is one piece on both sides (``contiguous``).
+    ``runs`` is open if a full page is one piece on both sides (``contiguous``). If elements are
+    translated, a piece is one element, and only copies are open: a descriptor for each would take
+    more memory than the cache.
     """
 
     num_bytes: int
     slices: int
     runs: int
     contiguous: bool
+    is_translated: bool = False
 
 
 class Choice(NamedTuple):
@@ -54,7 +57,8 @@ class Choice(NamedTuple):
 def shape_of(binding: Binding) -> BlockShape:
     """Return the shape of a binding."""
     runs = binding.merged().num_pieces
-    return BlockShape(*binding.size, runs, binding.contiguous)
+    is_translated = any(part.pieces.is_translated for part in binding.parts)
+    return BlockShape(*binding.size, runs, binding.contiguous, is_translated)
 
 
 def choose(shape: BlockShape, link_cost: LinkCost, override: TransferMode | None = None) -> Choice:
@@ -74,9 +78,10 @@ def choose(shape: BlockShape, link_cost: LinkCost, override: TransferMode | None
 def _predict(shape: BlockShape, link_cost: LinkCost) -> dict[TransferMode, float]:
     num_bytes = shape.num_bytes
     seconds: dict[TransferMode, float] = {}
-    if shape.contiguous:
+    if shape.contiguous and not shape.is_translated:
         seconds[TransferMode.RUNS] = link_cost.direct_s(shape.runs, num_bytes)
-    seconds[TransferMode.SLICES] = link_cost.direct_s(shape.slices, num_bytes)
+    if link_cost.maps_peer or not shape.is_translated:
+        seconds[TransferMode.SLICES] = link_cost.direct_s(shape.slices, num_bytes)
     if not link_cost.maps_peer:
         seconds[TransferMode.STAGED] = link_cost.staged_s(num_bytes)
     return seconds

@@ -26,7 +26,8 @@ class Pieces(NamedTuple):
     """For each segment ``rows × cols`` pieces of ``lengths`` bytes, at offsets from a layer's base.
 
     ``whole_pages`` says that a full page is one piece on both sides. A request's first and last
-    page may be partial, and then may consist of several pieces.
+    page may be partial, and then may consist of several pieces. ``is_translated`` says that every
+    piece is one element, because the two sides keep elements in different orders.
     """
 
     source: Int64s
@@ -37,6 +38,7 @@ class Pieces(NamedTuple):
     row_stride: Stride
     col_stride: Stride
     whole_pages: bool
+    is_translated: bool = False
 
     @property
     def num_pieces(self) -> int:
@@ -107,10 +109,19 @@ def one_piece(num_bytes: int) -> Pieces:
     return Pieces(zero, zero, one * num_bytes, one, one, flat, flat, whole_pages=True)
 
 
+class Elements(NamedTuple):
+    """The elements of a unit that are not contiguous on both sides: stride, number and bytes."""
+
+    stride: Stride
+    num: int
+    num_bytes: int
+
+
 class SegmentShape(NamedTuple):
     """The strides of a segment, whose tokens have ``num_units`` units of ``unit_bytes`` each.
 
-    ``full_tokens`` is the length of a segment that fills a page.
+    ``full_tokens`` is the length of a segment that fills a page. ``elements`` is None if units are
+    contiguous on both sides.
     """
 
     token_stride: Stride
@@ -118,30 +129,46 @@ class SegmentShape(NamedTuple):
     num_units: int
     unit_bytes: int
     full_tokens: int
+    elements: Elements | None = None
+
+    @property
+    def keeps_columns(self) -> bool:
+        """Whether an element's tokens are contiguous on both sides."""
+        elements = self.elements
+        return elements is not None and self.token_stride == (
+            *(elements.num_bytes, elements.num_bytes),
+        )
+
+    @property
+    def is_translated(self) -> bool:
+        """Whether elements have another order on one side, so that each is a piece."""
+        return self.elements is not None and not self.keeps_columns
 
 
 def pieces_of(source: Int64s, target: Int64s, num_tokens: Int64s, shape: SegmentShape) -> Pieces:
     """Return the pieces of segments of ``num_tokens`` tokens, as large as both sides allow.
 
-    ``source`` and ``target`` are the offsets of each segment's first unit.
+    ``source`` and ``target`` are the offsets of each segment's first unit. If elements are
+    translated, a segment has a single unit, because its grid is one of tokens and elements.
     """
-    lengths, rows, cols = _fuse(num_tokens, shape)
-    _, full_rows, full_cols = _fuse(np.array([shape.full_tokens], dtype=np.int64), shape)
+    fuse, strides = _fuse, (shape.token_stride, shape.unit_stride)
+    if shape.elements is not None:
+        assert shape.num_units == 1 or not shape.is_translated
+        fuse = _single_elements if shape.is_translated else _columns
+        other = shape.token_stride if shape.is_translated else shape.unit_stride
+        strides = (other, shape.elements.stride)
+    lengths, rows, cols = fuse(num_tokens, shape)
+    _, full_rows, full_cols = fuse(np.array([shape.full_tokens], dtype=np.int64), shape)
+    whole_pages = bool(full_rows[0] == full_cols[0] == 1)
     return Pieces(
-        source,
-        target,
-        lengths,
-        rows,
-        cols,
-        shape.token_stride,
-        shape.unit_stride,
-        whole_pages=bool(full_rows[0] == full_cols[0] == 1),
+        *(source, target, lengths, rows, cols, *strides, whole_pages),
+        is_translated=shape.is_translated,
     )
 
 
 def _fuse(num_tokens: Int64s, shape: SegmentShape) -> tuple[Int64s, Int64s, Int64s]:
     """Return lengths, rows and columns after fusing units, tokens, both, or neither."""
-    token_stride, unit_stride, num_units, unit_bytes, _ = shape
+    token_stride, unit_stride, num_units, unit_bytes = shape[:4]
     one = np.ones_like(num_tokens)
     row_bytes = num_units * unit_bytes
     if num_units == 1 or unit_stride == (unit_bytes, unit_bytes):
@@ -155,3 +182,21 @@ def _fuse(num_tokens: Int64s, shape: SegmentShape) -> tuple[Int64s, Int64s, Int6
         dense = (column == unit_stride.source) & (column == unit_stride.target)
         return np.where(dense, num_units, 1) * column, one, np.where(dense, 1, num_units)
     return one * unit_bytes, num_tokens, one * num_units
+
+
+def _single_elements(num_tokens: Int64s, shape: SegmentShape) -> tuple[Int64s, Int64s, Int64s]:
+    """Return a row of single elements for each token."""
+    assert shape.elements is not None
+    one = np.ones_like(num_tokens)
+    return one * shape.elements.num_bytes, num_tokens, one * shape.elements.num
+
+
+def _columns(num_tokens: Int64s, shape: SegmentShape) -> tuple[Int64s, Int64s, Int64s]:
+    """Return a row of columns for each unit, with columns fused that fill a page on both sides."""
+    elements = shape.elements
+    assert elements is not None
+    one = np.ones_like(num_tokens)
+    column = num_tokens * elements.num_bytes
+    dense = (column == elements.stride.source) & (column == elements.stride.target)
+    lengths = np.where(dense, elements.num, 1) * column
+    return lengths, one * shape.num_units, np.where(dense, 1, elements.num)

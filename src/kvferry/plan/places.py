@@ -2,7 +2,8 @@
 
 A placement gives, for one tensor of one group, the strides of pages, tokens and units, and where
 each layer begins in a region. That describes NHD and HND, one tensor per layer or one for all, K
-and V separate or packed. A pool map can be sent to a peer; only the transport adds addresses.
+and V separate or packed. A transposed tensor also has a stride of elements. A pool map can be sent
+to a peer; only the transport adds addresses.
 
 Offsets have 64 bits. A placement that could give an offset of ``MAX_OFFSET`` or more is refused
 when it is made, so arithmetic on offsets never overflows.
@@ -18,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvferry.errors import InputError
 from kvferry.layout.layout import MAX_PAGE_TOKENS, Layout, Order
-from kvferry.layout.spec import MAX_UNITS, Group, StateRow, Tensor
+from kvferry.layout.spec import MAX_ELEMENTS, MAX_UNITS, Group, StateRow, Tensor
 
 Int64s = NDArray[np.int64]
 MAX_OFFSET = 1 << 62
@@ -42,7 +43,8 @@ _cached_bases: dict[tuple[int, tuple[int, ...]], tuple[tuple[Base, ...], tuple[B
 class Placement(msgspec.Struct, frozen=True):
     """Strides in bytes of one tensor, the same in every layer, and the base of each layer.
 
-    In a state group a page is a state row, and ``token_stride`` is unused.
+    In a state group a page is a state row, and ``token_stride`` is unused. ``element_stride`` is
+    None if the elements of a unit are contiguous.
     """
 
     group: str
@@ -52,9 +54,11 @@ class Placement(msgspec.Struct, frozen=True):
     unit_stride: int
     num_pages: int
     bases: tuple[Base, ...]
+    element_stride: int | None = None
 
     def __post_init__(self) -> None:
         numbers = [self.page_stride, self.token_stride, self.unit_stride, self.num_pages]
+        numbers.append(self.element_stride or 0)
         numbers += [number for base in self.bases for number in (base.region, base.offset)]
         if min(numbers) < 0:
             raise InputError(
@@ -74,6 +78,7 @@ class Placement(msgspec.Struct, frozen=True):
             + self.num_pages * self.page_stride
             + MAX_PAGE_TOKENS * self.token_stride
             + MAX_UNITS * self.unit_stride
+            + MAX_ELEMENTS * (self.element_stride or 0)
         )
 
     def bases_of(self, layers: tuple[int, ...]) -> tuple[Base, ...]:
@@ -155,7 +160,7 @@ class Pools(NamedTuple):
 def contiguous_pools(layout: Layout, rank: int, num_pages: int, num_rows: int = 1) -> Pools:
     """Return the simplest pools: a dense region for every layer of every tensor.
 
-    ``num_rows`` is the number of rows in state groups.
+    The tensors of a packed group share one. ``num_rows`` is the number of rows in state groups.
     """
     placements: list[Placement] = []
     sizes: list[int] = []
@@ -166,11 +171,15 @@ def contiguous_pools(layout: Layout, rank: int, num_pages: int, num_rows: int = 
             continue
         layers = sorted(layer for shard in mine for layer in group.layers_in(shard.layers))
         num = num_rows if isinstance(group.kind, StateRow) else num_pages
+        units, is_packed, first = len(mine[0].units), group.name in layout.packed, 0
         for tensor in group.tensors:
-            bases = tuple(Base(layer, len(sizes) + i, 0) for i, layer in enumerate(layers))
-            placement = _dense(layout, group, tensor, len(mine[0].units), num, bases)
+            row = group.unit_bytes if is_packed else tensor.unit_bytes
+            bases = tuple(Base(layer, len(sizes) + i, first) for i, layer in enumerate(layers))
+            placement = _dense(layout, group, tensor, units, num, bases, row)
             placements.append(placement)
-            sizes += [num * placement.page_stride] * len(layers)
+            first += tensor.unit_bytes if is_packed else 0
+            if not is_packed or tensor is group.tensors[-1]:
+                sizes += [num * placement.page_stride] * len(layers)
     return Pools(PoolMap(tuple(placements)), tuple(sizes))
 
 
@@ -189,16 +198,21 @@ def _dense(
     num_units: int,
     num_pages: int,
     bases: tuple[Base, ...],
+    row_bytes: int,
 ) -> Placement:
-    unit = tensor.unit_bytes
+    """Return the placement of a tensor whose units are ``row_bytes`` apart."""
     page_tokens = layout.page_entries(group)
-    by_head = layout.order is Order.HND
+    is_transposed = layout.is_transposed(group.name, tensor.name)
+    by_head = layout.order is Order.HND or is_transposed
+    width = tensor.dtype.num_bytes
+    row_stride = row_bytes if by_head else num_units * row_bytes
     return Placement(
         group=group.name,
         tensor=tensor.name,
-        page_stride=page_tokens * num_units * unit,
-        token_stride=unit if by_head else num_units * unit,
-        unit_stride=page_tokens * unit if by_head else unit,
+        page_stride=page_tokens * num_units * row_bytes,
+        token_stride=width if is_transposed else row_stride,
+        unit_stride=page_tokens * row_bytes if by_head else row_bytes,
         num_pages=num_pages,
         bases=bases,
+        element_stride=page_tokens * width if is_transposed else None,
     )

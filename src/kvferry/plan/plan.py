@@ -20,6 +20,7 @@ from kvferry.layout.layout import Layout, Shards, find_shard
 from kvferry.layout.pages import page_period
 from kvferry.layout.spec import CacheSpec, StateRow
 from kvferry.layout.tokens import Tokens
+from kvferry.plan.forms import EntryForms
 
 # Part of every digest. Change it when the meaning of a move changes.
 PLAN_FORMAT = "kvferry-plan-2"
@@ -99,6 +100,7 @@ class Plan:
         self.source = source
         self.target = target
         self.moves = moves
+        self.forms = EntryForms(source, target)
         self._cached_blocks: dict[tuple[int, int, int, int], tuple[Block, ...]] = {}
         self._page_cycles: dict[tuple[int, int, str], PageCycle | None] = {}
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvferry.errors import InputError
 from kvferry.layout.tokens import Pattern, Tokens
-from kvferry.plan.coalesce import Pieces, SegmentShape, Stride, pieces_of
+from kvferry.plan.coalesce import Elements, Pieces, SegmentShape, Stride, pieces_of
 from kvferry.plan.places import Int64s, PageTable
 from kvferry.plan.stretches import stretches
 
@@ -31,6 +31,11 @@ class _SegmentStarts(NamedTuple):
     page: Int64s
     token: Int64s
     one_per_page: bool
+
+    def repeated(self, times: int) -> _SegmentStarts:
+        """Return each start several times."""
+        page, token = np.repeat(self.page, times), np.repeat(self.token, times)
+        return _SegmentStarts(page, token, one_per_page=False)
 
 
 class PageCut(NamedTuple):
@@ -129,12 +134,16 @@ class RequestPages(NamedTuple):
 
 
 class PoolStrides(NamedTuple):
-    """A tensor's strides in bytes and its number of pages at one end."""
+    """A tensor's strides in bytes and its number of pages at one end.
+
+    ``element_stride`` is None if units are contiguous.
+    """
 
     page_stride: int
     token_stride: int
     unit_stride: int
     num_pages: int
+    element_stride: int | None
 
 
 class TensorBlock(NamedTuple):
@@ -146,6 +155,7 @@ class TensorBlock(NamedTuple):
     group: str
     num_units: int
     unit_bytes: int
+    element_bytes: int
     tokens: Tokens
 
 
@@ -184,14 +194,29 @@ def _make_template(key: PieceKey) -> _PieceTemplate:
         block.num_units,
         block.unit_bytes,
         min(found.longest, _full_segment(*ends)),
+        _elements(block, from_, into),
     )
-    pieces = pieces_of(
-        starts.token * from_.token_stride + source.unit * from_.unit_stride,
-        target_starts.token * into.token_stride + target.unit * into.unit_stride,
-        num_tokens,
-        shape,
-    )
-    return _PieceTemplate(starts, target_starts, pieces)
+    at_source = starts.token * from_.token_stride + source.unit * from_.unit_stride
+    at_target = target_starts.token * into.token_stride + target.unit * into.unit_stride
+    if shape.is_translated and block.num_units > 1:
+        # One segment for each unit, because tokens and elements make up its grid.
+        units = np.tile(np.arange(block.num_units, dtype=np.int64), len(num_tokens))
+        starts = starts.repeated(block.num_units)
+        target_starts = target_starts.repeated(block.num_units)
+        num_tokens = np.repeat(num_tokens, block.num_units)
+        at_source = np.repeat(at_source, block.num_units) + units * from_.unit_stride
+        at_target = np.repeat(at_target, block.num_units) + units * into.unit_stride
+        shape = shape._replace(num_units=1)
+    return _PieceTemplate(starts, target_starts, pieces_of(at_source, at_target, num_tokens, shape))
+
+
+def _elements(block: TensorBlock, source: PoolStrides, target: PoolStrides) -> Elements | None:
+    """Return the elements of a unit; None if they are contiguous on both sides."""
+    if source.element_stride is None and target.element_stride is None:
+        return None
+    width = block.element_bytes
+    stride = Stride(source.element_stride or width, target.element_stride or width)
+    return Elements(stride, block.unit_bytes // width, width)
 
 
 _cached_template = lru_cache(maxsize=MAX_CACHED_TEMPLATES)(_make_template)

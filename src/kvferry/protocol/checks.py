@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvferry.errors import InputError
 from kvferry.layout.intervals import Span
 from kvferry.layout.layout import Layout
 from kvferry.layout.pages import local_pages
-from kvferry.layout.spec import Group
-from kvferry.plan.places import PoolMap
+from kvferry.layout.spec import Group, Tensor
+from kvferry.plan.places import Base, Placement, PoolMap
 from kvferry.plan.plan import Block, Plan
 from kvferry.protocol.messages import Hello, Offer, PageTableMessage
 
@@ -18,12 +20,33 @@ def pools_problem(layout: Layout, rank: int, pools: PoolMap) -> str | None:
         return f"rank {rank} is not among the layout's {layout.num_ranks} ranks"
     for shard in layout.rank_shards(rank):
         group = layout.spec.group(shard.group)
-        for tensor in group.tensors:
-            try:
-                pools.of(group.name, tensor.name).bases_of(group.layers_in(shard.layers))
-            except InputError as error:
-                return str(error)
+        layers = group.layers_in(shard.layers)
+        try:
+            placed = [(tensor, pools.of(group.name, tensor.name)) for tensor in group.tensors]
+            bases = [placement.bases_of(layers) for _, placement in placed]
+        except InputError as error:
+            return str(error)
+        for tensor, placement in placed:
+            is_transposed = layout.is_transposed(group.name, tensor.name)
+            if is_transposed is (placement.element_stride is None):
+                return f"the placement and the layout of {group.name}.{tensor.name} differ in order"
+        if group.name in layout.packed and not _is_packed(placed, bases):
+            return f"the tensors of group {group.name!r} are packed, but lie apart"
     return None
+
+
+def _is_packed(
+    placed: Sequence[tuple[Tensor, Placement]], bases: Sequence[tuple[Base, ...]]
+) -> bool:
+    """Return whether tensors with these bases follow each other in every unit."""
+    if len({(p.page_stride, p.token_stride, p.unit_stride, p.num_pages) for _, p in placed}) > 1:
+        return False
+    return all(
+        (after.layer, after.region, after.offset)
+        == (before.layer, before.region, before.offset + tensor.unit_bytes)
+        for (tensor, _), *pair in zip(placed, bases, bases[1:], strict=False)
+        for before, after in zip(*pair, strict=True)
+    )
 
 
 def offer_problem(

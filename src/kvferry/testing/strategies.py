@@ -143,7 +143,21 @@ def layouts(draw: st.DrawFn, spec: CacheSpec) -> Layout:
     """Any layout of that model."""
     sharding = draw(st.one_of(parallel(spec), explicit_shardings(spec)))
     page_tokens = draw(st.sampled_from([1, 2, 3, 4, 8, 16])) * _common_ratio(spec)
-    return Layout(spec, sharding, page_tokens=page_tokens, order=draw(st.sampled_from(Order)))
+    packed = tuple(group.name for group in spec.groups if draw(st.booleans()))
+    transposed = tuple(
+        f"{group.name}.{tensor.name}"
+        for group in spec.groups
+        for tensor in group.tensors
+        if group.name not in packed and not isinstance(group.kind, StateRow) and draw(st.booleans())
+    )
+    return Layout(
+        spec,
+        sharding,
+        page_tokens=page_tokens,
+        order=draw(st.sampled_from(Order)),
+        packed=packed,
+        transposed=transposed,
+    )
 
 
 @st.composite

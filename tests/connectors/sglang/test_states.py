@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,14 +29,17 @@ UNTOUCHED = -1.0
 class StateRank:
     """One rank's buffers: K and V of the attention layer, two kinds of state of the others."""
 
-    def __init__(self, tp: int, rank: int, *, transposed: bool) -> None:
+    def __init__(
+        self, tp: int, rank: int, *, transposed: bool, layers: tuple[int, ...] = LINEAR
+    ) -> None:
         self.tp, self.rank, self.transposed = tp, rank, transposed
+        self.layers = layers
         self.kv = [np.full((8, 4 // tp, 2), UNTOUCHED, np.float32) for _ in range(2)]
         channels = sum(BLOCKS) // tp
         shape = (WIDTH, channels) if transposed else (channels, WIDTH)
-        self.conv = [np.full((ROWS, *shape), UNTOUCHED, np.float32) for _ in LINEAR]
+        self.conv = [np.full((ROWS, *shape), UNTOUCHED, np.float32) for _ in layers]
         heads = (ROWS, HEADS // tp, HEAD)
-        self.recurrent = [np.full(heads, UNTOUCHED, np.float32) for _ in LINEAR]
+        self.recurrent = [np.full(heads, UNTOUCHED, np.float32) for _ in layers]
 
     @property
     def arrays(self) -> list[Row]:
@@ -44,11 +48,11 @@ class StateRank:
     def cache(self) -> SglangCache:
         conv = [
             self._state(array, layer, sum(BLOCKS) // self.tp, BLOCKS)
-            for array, layer in zip(self.conv, LINEAR, strict=True)
+            for array, layer in zip(self.conv, self.layers, strict=True)
         ]
         recurrent = [
             self._state(array, layer, HEADS // self.tp, ())
-            for array, layer in zip(self.recurrent, LINEAR, strict=True)
+            for array, layer in zip(self.recurrent, self.layers, strict=True)
         ]
         return SglangCache(
             num_layers=3,
@@ -165,3 +169,30 @@ def test_state_of_different_shapes_is_rejected(buffers: list[StateBuffer], says:
 def test_state_row_index_is_read() -> None:
     assert row_of([[np.array(5)]]) == row_of([[np.array([5])]]) == 5
     assert row_of([]) is row_of(None) is None
+
+
+def stage(number: int) -> SglangCache:
+    """Return one of two pipeline stages: attention in layers 0 and 2, state in 1 and 3."""
+    cache = StateRank(1, 0, transposed=False, layers=(2 * number + 1,)).cache()
+    return replace(
+        cache,
+        num_layers=4,
+        layers=(0, 2),
+        stages=(2, 2),
+        position=RankPosition(tp=1, tp_rank=0, pp=2, pp_rank=number),
+        buffers=replace(cache.buffers, layers=(2 * number,)),
+        state_layers=(1, 3),
+    )
+
+
+def test_pipeline_stages_describe_the_same_layout() -> None:
+    layouts = [layout_of(stage(number)) for number in range(2)]
+    assert layouts[0] == layouts[1]
+    assert {group.name: group.layers for group in layouts[0].spec.groups} == {
+        "kv": (0, 2),
+        **dict.fromkeys(("state0.0", "state0.1", "state0.2", "state1"), (1, 3)),
+    }
+    for number, layout in enumerate(layouts):
+        placed = {base.layer for p in memory_of(stage(number)).map.placements for base in p.bases}
+        held = {n for s in layout.rank_shards(number) for n in range(s.layers.first, s.layers.end)}
+        assert placed == held == {2 * number, 2 * number + 1}

@@ -38,7 +38,7 @@ def pool_of(page: int, num_tokens: int = KEPT) -> WindowPool:
     buffers = Buffers(
         addresses=[], lengths=[], page_lengths=[], layers=(), page_tokens=page, dtype=DType.FLOAT32
     )
-    return WindowPool(num_tokens=num_tokens, buffers=buffers)
+    return WindowPool(num_tokens=num_tokens, layers=buffers.layers, buffers=buffers)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,9 @@ class Rank:
             position=RankPosition(tp=tp, tp_rank=rank),
             heads=heads,
             buffers=buffers_of(self.full, FULL, page),
-            window=WindowPool(num_tokens=KEPT, buffers=buffers_of(self.sliding, SLIDING, page)),
+            window=WindowPool(
+                num_tokens=KEPT, layers=SLIDING, buffers=buffers_of(self.sliding, SLIDING, page)
+            ),
         )
         replica = Replica(kind.__name__, 0, 1)
         settings = settings_of(cache, self.rows, replica, transport, discovery=url)

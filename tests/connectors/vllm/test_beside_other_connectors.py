@@ -127,6 +127,7 @@ def request(params: Any) -> Any:
         prompt_token_ids=list(range(TOKENS)),
         num_prompt_tokens=TOKENS,
         prompt_embeds=None,
+        output_token_ids=[],
         lora_request=None,
         mm_features=[],
         cache_salt=None,
@@ -255,7 +256,7 @@ def test_answer_and_hold_of_a_finished_prefill(params: Any, holds: bool, nothing
     finished = pair.finish(asked)
     assert finished.num_holding == 1 + holds
     assert finished.params["kvferry"]["tokens"] == TOKENS
-    assert [name for name, _ in pair.step()[0].held] == ["a"]
+    assert [held.request for held in pair.step()[0].held] == ["a"]
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": True}])

@@ -12,6 +12,7 @@ from kvferry import DiscoveryServer, InputError
 from kvferry.connectors.vllm.caches import CacheView, EngineShape, plan_caches
 from kvferry.connectors.vllm.metadata import (
     DecodeMetadata,
+    HeldRoom,
     OpenRoom,
     PrefillMetadata,
     PushTokens,
@@ -112,7 +113,9 @@ def test_keys_and_scales_arrive_where_kernels_read_them(
     for worker in here.workers:
         worker.start_receives(DecodeMetadata([order]))
     push = PushTokens("room", num_tokens, 0, (there.blocks,), b"d")
-    metadata = PrefillMetadata([OpenRoom("p", "room", num_tokens)], [push], held=[("p", "room")])
+    metadata = PrefillMetadata(
+        [OpenRoom("p", "room", num_tokens)], [push], held=[HeldRoom("p", "room")]
+    )
     for rank, worker in enumerate(there.workers):
         worker.begin_step(metadata)
         for name, wanted in there.wanted(rank, 0, num_tokens).items():

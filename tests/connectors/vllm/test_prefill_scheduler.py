@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.connectors.vllm.metadata import OpenRoom, PushTokens
+from kvferry.connectors.vllm.metadata import HeldRoom, OpenRoom, PushTokens
 from kvferry.connectors.vllm.paging import BlockSelector
 from kvferry.connectors.vllm.prefill_scheduler import PrefillScheduler
 
@@ -35,7 +35,7 @@ def test_each_chunk_is_pushed_and_the_last_one_closes_the_room() -> None:
     assert held
     assert params is not None
     assert params["kvferry"] == {"room": "r1", "prefill": "prefill-0", "tokens": 40}
-    assert scheduler.take_metadata().held == [("a", "r1")]
+    assert scheduler.take_metadata().held == [HeldRoom("a", "r1")]
     assert len(scheduler) == 0
 
 
@@ -99,7 +99,7 @@ def test_aborted_request_abandons_a_given_room_and_holds_its_blocks() -> None:
     scheduler.take_metadata()
     assert finished(scheduler, is_answered=False) == (True, None)
     metadata = scheduler.take_metadata()
-    assert (metadata.abandoned, metadata.held) == ([7], [("a", 7)])
+    assert (metadata.abandoned, metadata.held) == ([7], [HeldRoom("a", 7)])
 
 
 @pytest.mark.parametrize("end", [20, 40])
@@ -127,7 +127,7 @@ def test_given_room_is_abandoned_if_the_request_was_never_scheduled() -> None:
     assert finished(scheduler) == (True, None)
     metadata = scheduler.take_metadata()
     assert metadata.opened == [OpenRoom("a", 7, 40)]
-    assert (metadata.abandoned, metadata.held) == ([7], [("a", 7)])
+    assert (metadata.abandoned, metadata.held) == ([7], [HeldRoom("a", 7)])
 
 
 def test_given_room_belongs_to_one_request_until_released() -> None:
@@ -139,3 +139,24 @@ def test_given_room_belongs_to_one_request_until_released() -> None:
     assert not scheduler.add_request("c", 7, 40, b"d")
     scheduler.released("a")
     assert scheduler.add_request("d", 7, 40, b"d")
+
+
+def test_room_with_the_first_token_is_closed_by_the_end_of_the_request() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request("a", 7, 40, b"d", sends_token=True)
+    scheduler.scheduled("a", 40, [[5, 6, 7]])
+    metadata = scheduler.take_metadata()
+    assert metadata.opened == [OpenRoom("a", 7, 40, awaits_token=True)]
+    assert metadata.pushed == [PushTokens(7, 40, 0, ((5, 6, 7),), b"d")]
+    held, _ = scheduler.request_finished("a", is_answered=True, token=11)
+    assert held
+    assert scheduler.take_metadata().held == [HeldRoom("a", 7, 11)]
+
+
+def test_room_that_gets_no_first_token_is_abandoned() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request("a", 7, 40, b"d", sends_token=True)
+    scheduler.scheduled("a", 40, [[5, 6, 7]])
+    scheduler.take_metadata()
+    scheduler.request_finished("a", is_answered=False)
+    assert scheduler.take_metadata().abandoned == [7]

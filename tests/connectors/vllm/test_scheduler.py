@@ -15,7 +15,7 @@ from kvferry.connectors.vllm.scheduler import ConnectorScheduler
 
 def request(params: object, **more: Any) -> Any:
     given: dict[str, Any] = {"lora_request": None, "mm_features": [], "cache_salt": None}
-    given |= {"prompt_embeds": None}
+    given |= {"prompt_embeds": None, "output_token_ids": []}
     given |= more
     ids = given.pop("prompt_token_ids", list(range(40)))
     return SimpleNamespace(
@@ -146,3 +146,11 @@ def test_digest_depends_on_everything_that_changes_the_cache() -> None:
     ]
     assert len(set(digests)) == len(digests)
     assert digest() == digest()
+
+
+def test_first_token_is_refused_if_decode_computes_the_last_tokens() -> None:
+    params = {"do_remote_decode": True, "kvferry": {"room": 7, "first_token": True}}
+    scheduler = make_connector(num_left=1)
+    scheduler.add_request(request(params))
+    assert scheduler.request_finished(request(params)) == (False, None)
+    assert scheduler.build_metadata(no_step())[0].held == []

@@ -15,6 +15,7 @@ from kvferry import DiscoveryServer, InputError
 from kvferry.connectors.vllm.caches import BlockGroup, EngineShape, plan_caches
 from kvferry.connectors.vllm.metadata import (
     DecodeMetadata,
+    HeldRoom,
     OpenRoom,
     PrefillMetadata,
     PushTokens,
@@ -169,7 +170,9 @@ def test_state_arrives_with_the_tokens(
         b"d",
     )
     push = PushTokens("room", TOKENS, 0, ((0, 1, 3), *((row,) for row in there_rows)), b"d")
-    metadata = PrefillMetadata([OpenRoom("p", "room", TOKENS)], [push], held=[("p", "room")])
+    metadata = PrefillMetadata(
+        [OpenRoom("p", "room", TOKENS)], [push], held=[HeldRoom("p", "room")]
+    )
     for worker in targets:
         worker.start_receives(DecodeMetadata([receive]))
     for worker in sources:
@@ -201,7 +204,9 @@ def test_fully_cached_request_frees_prefill(undo: ExitStack) -> None:
         DecodeMetadata([ReceiveRoom("d", "room", "prefill-0", TOKENS, TOKENS, (), b"d")])
     )
     push = PushTokens("room", TOKENS, 0, ((0, 1, 3), (4,), (5,)), b"d")
-    metadata = PrefillMetadata([OpenRoom("p", "room", TOKENS)], [push], held=[("p", "room")])
+    metadata = PrefillMetadata(
+        [OpenRoom("p", "room", TOKENS)], [push], held=[HeldRoom("p", "room")]
+    )
     source.begin_step(metadata)
     source.end_step(metadata)
     sent: set[str] = set()

@@ -25,6 +25,7 @@ from kvferry import (
 from kvferry.connectors.vllm.caches import CachePlan, CacheView, EngineShape, plan_caches
 from kvferry.connectors.vllm.metadata import (
     DecodeMetadata,
+    HeldRoom,
     OpenRoom,
     PrefillMetadata,
     PushTokens,
@@ -101,7 +102,7 @@ def planned(cache: Array, tp: int, rank: int) -> CachePlan:
 
 def pools(plan: CachePlan, cache: Array) -> dict[str, dict[str, Array]]:
     layers, blocks, heads = cache.shape[:3]
-    return {"kv": {plan.tensor: cache.reshape(layers, blocks, heads, 1, -1)}}
+    return {"kv": {f"blocks_of_{TOKENS}_tokens": cache.reshape(layers, blocks, heads, 1, -1)}}
 
 
 @pytest.fixture
@@ -197,7 +198,7 @@ def receive(tokens: int = 40, prefix: int = 0, digest: bytes = b"d") -> ReceiveR
 
 FIRST = PrefillMetadata([OpenRoom("p-1", "room", 40)], [PushTokens("room", 20, 0, ((7, 3),))])
 LAST = PrefillMetadata([], [PushTokens("room", 40, 1, ((3, 9),), b"d")])
-HELD = PrefillMetadata(held=[("p-1", "room")])
+HELD = PrefillMetadata(held=[HeldRoom("p-1", "room")])
 
 
 def send_room(engines: Engines) -> None:

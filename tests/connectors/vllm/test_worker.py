@@ -12,6 +12,7 @@ from kvferry import DiscoveryServer, InputError
 from kvferry.connectors.vllm.caches import BlockGroup, EngineShape
 from kvferry.connectors.vllm.metadata import (
     DecodeMetadata,
+    HeldRoom,
     OpenRoom,
     PrefillMetadata,
     PushTokens,
@@ -73,7 +74,7 @@ def test_different_block_sizes_and_orders(undo: ExitStack, nhd: bool, both: bool
     metadata = PrefillMetadata(
         [OpenRoom("p", "room", TOKENS)],
         [PushTokens("room", TOKENS, 0, ((5, 0, 2),), b"d")],
-        held=[("p", "room")],
+        held=[HeldRoom("p", "room")],
     )
     prefill.begin_step(metadata)
     for layer in there.values():
@@ -150,7 +151,7 @@ def test_hybrid_groups_share_memory_with_different_blocks(undo: ExitStack) -> No
     )
     # The window layer's first block was reused as its third.
     last = PrefillMetadata(
-        [], [PushTokens("room", TOKENS, 1, ((1, 2), (4, 7)), b"d")], held=[("p", "room")]
+        [], [PushTokens("room", TOKENS, 1, ((1, 2), (4, 7)), b"d")], held=[HeldRoom("p", "room")]
     )
     for layer in there.values():
         layer.copy_(torch.rand(layer.shape))

@@ -47,7 +47,7 @@ def layout_of(cache: SglangCache) -> Layout:
     groups = (
         *(part.group for part in parts),
         *index_groups(cache),
-        *state_groups(cache.states, position.tp),
+        *state_groups(cache.states, position.tp, cache.state_layers),
     )
     spec = CacheSpec(cache.num_layers, groups)
     if any(_is_padded(part.heads) for part in parts):
@@ -63,7 +63,7 @@ def memory_of(cache: SglangCache) -> Memory:
     regions: list[tuple[int, int]] = []
     for part in _parts(cache):
         _check_num_buffers(part)
-        if not len(_units(part.heads, cache.position)):
+        if not len(_units(part.heads, cache.position)) or not part.buffers.layers:
             continue
         for index in range(len(part.group.tensors)):
             placements.append(_placement(cache.position, part, index, len(regions)))
@@ -101,7 +101,7 @@ def _parts(cache: SglangCache) -> list[_PoolPart]:
     parts = [_part(name, Paged(), cache.layers, heads, cache.buffers)]
     if window is not None:
         kind = Window(window.num_tokens)
-        parts.append(_part(WINDOW, kind, window.buffers.layers, heads, window.buffers))
+        parts.append(_part(WINDOW, kind, window.layers, heads, window.buffers))
     for pool in cache.auxiliary:
         parts.append(_part(pool.name, Paged(), pool.layers, pool.heads, pool.buffers))
     return parts

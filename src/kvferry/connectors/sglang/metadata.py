@@ -1,9 +1,8 @@
 """Metadata of a room: the bytes that the lead source sends with a request's cache.
 
 Between two SGLang servers it is one row of SGLang's metadata buffers (first token, counts,
-logprobs, room id). The reference engine sends and reads only the first token. Both forms have
-``sample.token``, so each engine can decode the other's prefill; a row made from the reference
-engine's metadata holds only that token and the room id.
+logprobs, room id). Another engine sends only the first token (``connectors/first_token.py``); the
+row made from it holds that token and the room id.
 """
 
 from __future__ import annotations
@@ -14,21 +13,14 @@ from collections.abc import Sequence
 import msgspec
 
 from kvferry import InputError
+from kvferry.connectors.first_token import FirstSample, SampleMetadata
 
 ROOM_BYTES = 8
 
 
-class FirstSample(msgspec.Struct, frozen=True):
-    """The first token, in the reference engine's format."""
-
-    token: int
-    request: str = ""
-
-
-class RoomMetadata(msgspec.Struct, frozen=True):
+class RoomMetadata(SampleMetadata, frozen=True):
     """The metadata. ``row`` has a part for each of SGLang's metadata buffers."""
 
-    sample: FirstSample
     row: tuple[bytes, ...] = ()
 
 

@@ -68,9 +68,13 @@ class Buffers:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowPool:
-    """Pool of sliding-window layers, with pages for the last tokens only."""
+    """Pool of sliding-window layers, with pages for the last tokens only.
+
+    ``layers`` are those of the whole instance.
+    """
 
     num_tokens: int
+    layers: tuple[int, ...]
     buffers: Buffers
 
 
@@ -92,6 +96,7 @@ class SglangCache:
     """All pools of one rank. ``heads`` is None for MLA; ``stages`` has the layers per PP stage.
 
     A draft model's layers follow the model's. ``index`` has the index keys, a buffer per layer.
+    ``state_layers`` are those of the whole instance that have state, if this rank has only some.
     """
 
     num_layers: int
@@ -101,6 +106,7 @@ class SglangCache:
     heads: KvHeads | None
     buffers: Buffers
     states: tuple[StateBuffer, ...] = ()
+    state_layers: tuple[int, ...] = ()
     window: WindowPool | None = None
     auxiliary: tuple[AuxiliaryPool, ...] = ()
     index: Buffers | None = None

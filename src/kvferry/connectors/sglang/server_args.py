@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -93,17 +94,22 @@ def _cache(kv_args: Any, model: Any, draft: Any, *, is_mla: bool, gpu: int | Non
     ]
     first, end = spans[parallel.pp_rank]
     own = _kv_buffers(kv_args, model, gpu)
-    window = _window(kv_args, model, own)
+    window = _window(kv_args, model, own, spans, parallel.pp_rank)
+    states = _states(kv_args)
+    linear: tuple[int, ...] = ()
     listed = tuple(
         dict.fromkeys(model.full_attention_layer_ids if window else _target_layer_ids(kv_args))
     )
+    if states and parallel.pp_size > 1:
+        listed, linear = _hybrid_layers(model, spans)
     layers = tuple(sorted(listed)) or tuple(range(num_layers))
     heads = None if is_mla else _heads(model, gpu)
-    drafts = _draft(kv_args, num_layers, draft, own, gpu)
+    is_last = parallel.pp_rank == parallel.pp_size - 1
+    drafts = _draft(kv_args, num_layers, draft, own, gpu, has_cache=is_last)
     num_draft = sum(len(pool.layers) for pool in drafts)
     stages = [end - first for first, end in spans]
     stages[-1] += num_draft
-    here = listed or tuple(range(first, end))
+    here = _of_stage(listed, spans[parallel.pp_rank]) or tuple(range(first, end))
     return SglangCache(
         num_layers=num_layers + num_draft,
         layers=layers,
@@ -117,7 +123,8 @@ def _cache(kv_args: Any, model: Any, draft: Any, *, is_mla: bool, gpu: int | Non
         ),
         heads=heads,
         buffers=replace(own, layers=here),
-        states=_states(kv_args),
+        states=states,
+        state_layers=linear,
         window=window,
         auxiliary=(*_scales(kv_args, layers, here, heads, own), *drafts),
         index=_index(kv_args, here, drafts, own),
@@ -155,8 +162,39 @@ def _state_buffers(kv_args: Any, kind: str, like: Buffers) -> Buffers | None:
     )
 
 
-def _window(kv_args: Any, model: Any, own: Buffers) -> WindowPool | None:
-    """Return the pool of sliding-window layers, if there is one."""
+def _of_stage(layers: Sequence[int], span: tuple[int, int]) -> tuple[int, ...]:
+    """Return those of some layers that a pipeline stage has."""
+    return tuple(layer for layer in layers if span[0] <= layer < span[1])
+
+
+def _hybrid_layers(
+    model: Any, spans: Sequence[tuple[int, int]]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the layers of the whole model with attention and with state.
+
+    Every pipeline stage must have both, because it describes the groups of both.
+    """
+    from sglang.srt.configs.hybrid_arch import mambaish_config  # noqa: PLC0415 - not in 0.5.21
+
+    config = mambaish_config(model)
+    kinds = tuple(config.full_attention_layer_ids), tuple(config.mamba2_cache_params.layers)
+    for span in spans:
+        if not all(_of_stage(layers, span) for layers in kinds):
+            raise InputError(
+                f"the pipeline stage of the layers {span[0]} to {span[1] - 1} has no layer with "
+                f"attention, or none with state; use another --pp-size"
+            )
+    return kinds
+
+
+def _window(
+    kv_args: Any, model: Any, own: Buffers, spans: Sequence[tuple[int, int]], stage: int
+) -> WindowPool | None:
+    """Return the pool of sliding-window layers, if there is one.
+
+    ``spans`` are the layers of each pipeline stage. A stage with layers of one kind would not
+    report the other kind, and its layout would differ from those of the other stages.
+    """
     buffers = _state_buffers(kv_args, WINDOWS, own)
     if buffers is None:
         return None
@@ -166,7 +204,14 @@ def _window(kv_args: Any, model: Any, own: Buffers) -> WindowPool | None:
             "SGLang does not report this model's sliding-window layers or the window's length; "
             "use --disable-hybrid-swa-memory"
         )
-    return WindowPool(num_tokens=num_tokens, buffers=replace(buffers, layers=tuple(layers)))
+    for span in spans:
+        if not (_of_stage(layers, span) and _of_stage(model.full_attention_layer_ids, span)):
+            raise InputError(
+                f"the pipeline stage of the layers {span[0]} to {span[1] - 1} has only layers with "
+                f"sliding windows, or none; use another --pp-size"
+            )
+    buffers = replace(buffers, layers=_of_stage(layers, spans[stage]))
+    return WindowPool(num_tokens=num_tokens, layers=tuple(layers), buffers=buffers)
 
 
 def _scales(
@@ -186,9 +231,12 @@ def _scales(
 
 
 def _draft(
-    kv_args: Any, num_layers: int, model: Any, own: Buffers, gpu: int | None
+    kv_args: Any, num_layers: int, model: Any, own: Buffers, gpu: int | None, *, has_cache: bool
 ) -> tuple[AuxiliaryPool, ...]:
-    """Return a draft model's cache; its layer numbers follow the model's."""
+    """Return a draft model's cache; its layer numbers follow the model's.
+
+    Every pipeline stage has memory for it, but only the last one computes it (``has_cache``).
+    """
     num_entries = kv_args.num_draft_entries
     if num_entries == 0:
         return ()
@@ -203,6 +251,8 @@ def _draft(
         layers=layers,
         dtype=_cache_dtype(kv_args, model),
     )
+    if not has_cache:
+        buffers = replace(buffers, addresses=(), lengths=(), layers=())
     return (AuxiliaryPool(name=DRAFT, layers=layers, heads=heads, buffers=buffers),)
 
 

@@ -31,12 +31,19 @@ def split_kinds(buffers: Sequence[StateBuffer]) -> list[list[StateBuffer]]:
     return kinds
 
 
-def state_groups(buffers: Sequence[StateBuffer], tp: int) -> list[Group]:
-    """Return the layout's groups of state, over all ranks."""
+def state_groups(
+    buffers: Sequence[StateBuffer], tp: int, layers: Sequence[int] = ()
+) -> list[Group]:
+    """Return the layout's groups of state, over all ranks.
+
+    ``layers`` are those of all pipeline stages; without them the buffers' own are all.
+    """
     return [
         group
         for name, kind in _named_kinds(buffers)
-        for group in groups_of(name, _common_form(kind), [buffer.layer for buffer in kind], tp)
+        for group in groups_of(
+            name, _common_form(kind), layers or [buffer.layer for buffer in kind], tp
+        )
     ]
 
 

@@ -88,9 +88,8 @@ def _of_state(kv_args: Any, kinds: list[str], *, is_mla: bool) -> Iterator[tuple
         "sliding windows beside an MLA latent: use --disable-hybrid-swa-memory",
     )
     yield (
-        get_parallel().pp_size > 1
-        and bool({ROWS, WINDOWS}.intersection(kinds) or kv_args.kv_layer_ids),
-        "pipeline parallelism of a model with state: use --pp-size 1",
+        get_parallel().pp_size > 1 and bool(kv_args.kv_layer_ids) and ROWS not in kinds,
+        "pipeline parallelism of layers without K and V: use --pp-size 1",
     )
     yield (
         INDEX_KEYS in kinds and torch.version.hip is not None and kv_args.page_size > 1,
@@ -106,8 +105,8 @@ def _of_state(kv_args: Any, kinds: list[str], *, is_mla: bool) -> Iterator[tuple
 def _of_draft(kv_args: Any, kinds: list[str]) -> Iterator[tuple[bool, str]]:
     drafts = kv_args.num_draft_entries > 0
     yield (
-        drafts and get_parallel().pp_size > 1,
-        "a draft model's cache with pipeline parallelism: use --pp-size 1",
+        drafts and get_parallel().pp_size > 1 and INDEX_KEYS in kinds,
+        "index keys and a draft model's cache with pipeline parallelism: use --pp-size 1",
     )
     yield (
         drafts and bool({WINDOWS, BLOCK_SCALES}.intersection(kinds)),

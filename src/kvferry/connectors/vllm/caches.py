@@ -1,9 +1,11 @@
 """vLLM's registered caches as a kvferry layout, from their shapes and strides.
 
 Since vLLM 0.32 each layer's cache is a view ``[blocks, heads, tokens, content]``, whatever the
-order in memory. The content is a token's K and V of one head, or an MLA latent, and is transferred
-as one tensor. Layers of the same kind with the same blocks form a group. On a CPU a page of one
-head is one cell (``paging.py``). Recurrent state is registered as bytes (``states.py``).
+order in memory. On a GPU the content is a token's K and V of one head, one after the other: two
+packed tensors. An MLA latent is one tensor. CPU kernels keep the K of a (block, head) by columns,
+and behind it V by rows. If they keep it in a form that is not known, a page of one head is one cell
+(``paging.py``). Layers of the same kind with the same blocks form a group. Recurrent state is
+registered as bytes (``states.py``).
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from kvferry.connectors.vllm.paging import BlockTables, Paging
 from kvferry.connectors.vllm.states import PlacedState, StateSharding, StateSpec, place_states
 
 ONLY_GROUP = "kv"
+K, V = "k", "v"
 
 
 class CacheView(NamedTuple):
@@ -46,6 +49,9 @@ class EngineShape(NamedTuple):
     ``stages``: number of layers of each pipeline stage. ``num_heads``: 1 with MLA.
     ``channels_first`` and ``bc_groups`` describe recurrent state, as in ``StateSharding``. The last
     three are sizes of context parallelism.
+
+    ``k_dim``: elements of K in a head; None if the content has no K and V of this size.
+    ``has_columns``: whether CPU kernels keep K by columns.
     """
 
     tp: int
@@ -59,6 +65,8 @@ class EngineShape(NamedTuple):
     pcp: int = 1
     dcp: int = 1
     interleave: int = 1
+    k_dim: int | None = None
+    has_columns: bool = False
 
     @property
     def sharding(self) -> Parallel:
@@ -126,7 +134,6 @@ class CachePlan(NamedTuple):
     layout: Layout
     tables: BlockTables
     names: dict[str, dict[int, str]]
-    tensor: str
     states: tuple[tuple[StatePart, dict[int, str]], ...] = ()
 
 
@@ -149,16 +156,25 @@ def plan_caches(
         _check_view(name, view)
     page_tokens = _common_page_tokens(views.values())
     held = engine.sharding.tokens(engine.rank)
-    paging = Paging(engine.block_tokens, page_tokens, engine.on_cpu, engine.dcp, held)
+    has_columns = engine.has_columns and all(_has_k_and_v(view, engine) for view in views.values())
+    whole_pages = engine.on_cpu and not has_columns
+    paging = Paging(engine.block_tokens, page_tokens, whole_pages, engine.dcp, held)
     order = _order(views)
-    tensor = f"blocks_of_{page_tokens}_tokens" if engine.on_cpu else "content"
     groups = tuple(
-        _group(name, alike, views[min(alike.layers.items())[1]], engine, (tensor, paging))
+        _group(name, alike, views[min(alike.layers.items())[1]], engine, paging)
         for name, alike in found.items()
     )
+    of_k_and_v = [group.name for group in groups if _names(group) == (K, V)]
     of_states = [(alike, group) for alike, own in placed for group in own.groups]
     spec = CacheSpec(engine.num_layers, groups + tuple(group for _, group in of_states))
-    layout = Layout(spec, engine.sharding, page_tokens=paging.page_cells, order=order)
+    layout = Layout(
+        spec,
+        engine.sharding,
+        page_tokens=paging.page_cells,
+        order=order,
+        packed=() if engine.on_cpu else tuple(of_k_and_v),
+        transposed=tuple(f"{name}.{K}" for name in of_k_and_v) if engine.on_cpu else (),
+    )
     tables = BlockTables(
         paging,
         groups,
@@ -167,7 +183,7 @@ def plan_caches(
     )
     names = {name: alike.layers for name, alike in found.items()}
     parts = tuple((part, alike.layers) for alike, own in placed for part in own.parts)
-    return CachePlan(layout, tables, names, tensor, parts)
+    return CachePlan(layout, tables, names, parts)
 
 
 def layer_of(name: str) -> tuple[int, str]:
@@ -283,18 +299,33 @@ def _group(
     alike: _Alike,
     view: CacheView,
     engine: EngineShape,
-    tensor: tuple[str, Paging],
+    paging: Paging,
 ) -> Group:
-    _, num_heads, _, content = view.shape
-    units = _units(role, num_heads, engine)
-    name, paging = tensor
+    units = _units(role, view.shape[1], engine)
     kind = Paged() if alike.window is None else Window(paging.window_cells(alike.window))
-    tensors: tuple[Tensor, ...] = (
-        Tensor(name, DType.parse(view.dtype), content * paging.cell_tokens),
-    )
-    if holds_index_keys(role) and not paging.whole_pages:
-        tensors = index_tensors(role, content * DType.parse(view.dtype).num_bytes)
+    tensors = _tensors(role, view, engine, paging)
     return Group(role, kind, tuple(_numbers(alike, engine)), units, tensors)
+
+
+def _tensors(role: str, view: CacheView, engine: EngineShape, paging: Paging) -> tuple[Tensor, ...]:
+    dtype, content = DType.parse(view.dtype), view.shape[3]
+    if paging.whole_pages:
+        name = f"blocks_of_{paging.page_tokens}_tokens"
+        return (Tensor(name, dtype, content * paging.page_tokens),)
+    if holds_index_keys(role):
+        return index_tensors(role, content * dtype.num_bytes)
+    if _has_k_and_v(view, engine):
+        return Tensor(K, dtype, content // 2), Tensor(V, dtype, content // 2)
+    return (Tensor("content", dtype, content),)
+
+
+def _has_k_and_v(view: CacheView, engine: EngineShape) -> bool:
+    """Return whether the content is K and V of the same size, without scales or padding."""
+    return engine.k_dim is not None and view.shape[3] == 2 * engine.k_dim
+
+
+def _names(group: Group) -> tuple[str, ...]:
+    return tuple(tensor.name for tensor in group.tensors)
 
 
 def _units(role: str, num_heads: int, engine: EngineShape) -> int:

@@ -25,6 +25,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from kvferry.connectors.vllm.compat import cache_hit_source, check_version
+from kvferry.connectors.vllm.cpu_pages import has_columns
 from kvferry.connectors.vllm.decode_scheduler import DecodeScheduler
 from kvferry.connectors.vllm.engine import (
     block_groups,
@@ -162,10 +163,16 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         rank = group * parallel.tensor_parallel_size + get_tensor_model_parallel_rank()
         first = next(iter(kv_caches.values()), None)
         on_cpu = isinstance(first, torch.Tensor) and first.device.type == "cpu"
+        kept_as = self._vllm_config.cache_config.cache_dtype
+        of_states = {n for group in self._groups if group.state is not None for n in group.names}
+        attention = [cache for name, cache in kv_caches.items() if name not in of_states]
         self._worker.register(
             kv_caches,
             engine_shape(
-                *(self._vllm_config, rank), on_cpu=on_cpu, channels_first=is_conv_state_dim_first()
+                *(self._vllm_config, rank),
+                on_cpu=on_cpu,
+                channels_first=is_conv_state_dim_first(),
+                has_columns=on_cpu and all(has_columns(cache, kept_as) for cache in attention),
             ),
             self._groups,
             sends=config.is_kv_producer,

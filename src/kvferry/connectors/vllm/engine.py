@@ -123,11 +123,17 @@ def num_left_to_decode(vllm_config: Any, groups: Sequence[BlockGroup]) -> int:
 
 
 def engine_shape(
-    vllm_config: Any, rank: int, *, on_cpu: bool, channels_first: bool = False
+    vllm_config: Any,
+    rank: int,
+    *,
+    on_cpu: bool,
+    channels_first: bool = False,
+    has_columns: bool = False,
 ) -> EngineShape:
     """Return the shape of the engine, as seen by one rank.
 
-    ``channels_first``: the order of axes in a convolution's state.
+    ``channels_first``: the order of axes in a convolution's state. ``has_columns``: whether CPU
+    kernels keep K by columns.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     num_heads = 1 if model.use_mla else model.get_total_num_kv_heads()
@@ -143,6 +149,8 @@ def engine_shape(
         pcp=parallel.prefill_context_parallel_size,
         dcp=_dcp(vllm_config),
         interleave=parallel.cp_kv_cache_interleave_size,
+        k_dim=None if model.use_mla else model.get_head_size(),
+        has_columns=has_columns,
     )
 
 

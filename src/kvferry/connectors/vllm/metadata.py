@@ -7,6 +7,7 @@ rank derives the part that it holds.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvferry import Room
 
@@ -20,12 +21,14 @@ class OpenRoom:
 
     ``is_late``: push the room when the request has ended. Its answer is what names the room to
     decode, or the prompt may have to be computed again, because a load in its first step failed.
+    ``awaits_token``: close the room when the request has ended, with its first token.
     """
 
     request: str
     room: Room
     tokens: int
     is_late: bool = False
+    awaits_token: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,14 @@ class ReceiveRoom:
     is_computed: bool = False
 
 
+class HeldRoom(NamedTuple):
+    """A finished request whose blocks are held until its room is released, and its first token."""
+
+    request: str
+    room: Room
+    token: int | None = None
+
+
 @dataclass
 class PrefillMetadata:
     """Metadata for the sources of a rank."""
@@ -71,8 +82,7 @@ class PrefillMetadata:
     abandoned: list[Room] = field(default_factory=list)
     # The same, for rooms that no decode knows.
     forgotten: list[Room] = field(default_factory=list)
-    # Finished requests whose blocks are held until their room is released.
-    held: list[tuple[str, Room]] = field(default_factory=list)
+    held: list[HeldRoom] = field(default_factory=list)
 
 
 @dataclass

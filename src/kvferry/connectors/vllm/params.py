@@ -1,7 +1,8 @@
 """Validation of ``kv_transfer_params``, which clients and proxies send with a request.
 
 To prefill: ``{"do_remote_decode": true}``, optionally with ``"kvferry": {"room": ...}`` if the
-caller chooses the room. To decode: ``{"do_remote_prefill": true, "kvferry": {"room": ...,
+caller chooses the room, and ``"first_token": true`` if decode needs the answer's first token, as
+SGLang does. To decode: ``{"do_remote_prefill": true, "kvferry": {"room": ...,
 "prefill": NAME, "tokens": N}}``, which is prefill's answer. No parameter names memory or a host:
 instances are found by name through the discovery service. Keys of other connectors are ignored,
 because proxies send them, too.
@@ -23,9 +24,13 @@ MAX_TOKENS = 1 << 32
 
 
 class PrefillParams(msgspec.Struct, frozen=True):
-    """Prefill for a remote decode. With ``room`` None the prefill instance chooses one."""
+    """Prefill for a remote decode. With ``room`` None the prefill instance chooses one.
+
+    ``first_token``: the room is closed with the first token of the answer.
+    """
 
     room: Room | None = None
+    first_token: bool = False
 
 
 class DecodeParams(msgspec.Struct, frozen=True):

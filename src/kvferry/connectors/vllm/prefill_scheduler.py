@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry import Room
-from kvferry.connectors.vllm.metadata import OpenRoom, PrefillMetadata, PushTokens
+from kvferry.connectors.vllm.metadata import HeldRoom, OpenRoom, PrefillMetadata, PushTokens
 from kvferry.connectors.vllm.paging import BlockSelector
 from kvferry.connectors.vllm.params import decode_params
 
@@ -34,6 +34,7 @@ class SourceRequest:
     num_tokens: int
     digest: bytes
     is_room_given: bool = False
+    sends_token: bool = False
     is_open: bool = False
     is_closed: bool = False
     num_computed: int = 0
@@ -53,7 +54,7 @@ class PrefillScheduler:
         self._given: dict[str, Room] = {}
         self._metadata = PrefillMetadata()
         # Late rooms that are not pushed yet, and whether they have waited for a step.
-        self._answered: list[tuple[str, Room]] = []
+        self._answered: list[HeldRoom] = []
         self._has_waited = False
 
     def __contains__(self, request_id: str) -> bool:
@@ -63,15 +64,26 @@ class PrefillScheduler:
         return len(self._requests)
 
     def add_request(
-        self, request_id: str, room: Room | None, num_tokens: int, digest: bytes
+        self,
+        request_id: str,
+        room: Room | None,
+        num_tokens: int,
+        digest: bytes,
+        *,
+        sends_token: bool = False,
     ) -> bool:
-        """Add a request; return False if its room belongs to another request."""
+        """Add a request; return False if its room belongs to another request.
+
+        ``sends_token``: the room's metadata has the first token of the answer.
+        """
         if room is not None:
             if room in self._given.values():
                 return False
             self._given[request_id] = room
         own_room = self._new_room() if room is None else room
-        self._requests[request_id] = SourceRequest(own_room, num_tokens, digest, room is not None)
+        self._requests[request_id] = SourceRequest(
+            own_room, num_tokens, digest, room is not None, sends_token
+        )
         return True
 
     def scheduled(
@@ -106,15 +118,16 @@ class PrefillScheduler:
         self._lose(request, request.room)
         room = None if request.is_room_given else self._new_room()
         self._requests[request_id] = SourceRequest(
-            room, request.num_tokens, request.digest, request.is_room_given
+            room, request.num_tokens, request.digest, request.is_room_given, request.sends_token
         )
 
     def request_finished(
-        self, request_id: str, *, is_answered: bool
+        self, request_id: str, *, is_answered: bool, token: int | None = None
     ) -> tuple[bool, dict[str, Any] | None]:
         """Return whether to hold the request's blocks, and the parameters for decode.
 
         ``is_answered``: the request was not aborted, so that its answer can reach a decode.
+        ``token``: the first token of the answer.
         """
         request = self._requests.pop(request_id)
         room = request.room
@@ -122,19 +135,24 @@ class PrefillScheduler:
             self.released(request_id)
             return False, None
         if not request.is_room_given:
-            return self._own_room_finished(request_id, request, room, is_answered)
-        if not request.is_closed:
+            return self._own_room_finished(request_id, request, room, is_answered, token)
+        if not request.is_closed or (request.sends_token and token is None):
             self._abandon(request_id, request, room)
-        self._metadata.held.append((request_id, room))
+        self._metadata.held.append(HeldRoom(request_id, room, token))
         params = decode_params(room, self._instance, request.num_tokens)
         return True, params if request.is_closed else None
 
     def _own_room_finished(
-        self, request_id: str, request: SourceRequest, room: Room, is_answered: bool
+        self,
+        request_id: str,
+        request: SourceRequest,
+        room: Room,
+        is_answered: bool,
+        token: int | None,
     ) -> tuple[bool, dict[str, Any] | None]:
         """Push a room that only the answer names, or forget it: nobody waits for it."""
         if is_answered and request.is_closed:
-            self._answered.append((request_id, room))
+            self._answered.append(HeldRoom(request_id, room, token))
             return True, decode_params(room, self._instance, request.num_tokens)
         if request.is_open:
             self._lose(request, room)
@@ -155,7 +173,8 @@ class PrefillScheduler:
         if not request.is_open:
             request.is_open = True
             is_late = may_repeat or not request.is_room_given
-            opened = OpenRoom(request_id, room, request.num_tokens, is_late)
+            awaits_token = request.sends_token
+            opened = OpenRoom(request_id, room, request.num_tokens, is_late, awaits_token)
             self._metadata.opened.append(opened)
 
     def released(self, request_id: str) -> None:

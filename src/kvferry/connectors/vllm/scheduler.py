@@ -79,8 +79,15 @@ class ConnectorScheduler:
         num_tokens = request.num_prompt_tokens - self._num_left
         if num_tokens < 1:
             return
+        if params.first_token and self._num_left:
+            raise InputError(
+                "this model's last tokens are computed at decode, so prefill has no first token of "
+                "the answer for another engine; use vLLM for decode"
+            )
         digest = self._digest(request, num_tokens)
-        if not self._prefill.add_request(request.request_id, params.room, num_tokens, digest):
+        if not self._prefill.add_request(
+            *(request.request_id, params.room, num_tokens, digest), sends_token=params.first_token
+        ):
             log.warning("room-taken request=%s room=%r", request.request_id, params.room)
         elif self._num_left:
             _truncate(request, num_tokens)
@@ -157,7 +164,11 @@ class ConnectorScheduler:
         if self._prefill is None or request.request_id not in self._prefill:
             return False, None
         is_answered = request.status.name not in UNANSWERED
-        return self._prefill.request_finished(request.request_id, is_answered=is_answered)
+        return self._prefill.request_finished(
+            request.request_id,
+            is_answered=is_answered,
+            token=next(iter(request.output_token_ids), None),
+        )
 
 
 def _truncate(request: Any, num_tokens: int) -> None:

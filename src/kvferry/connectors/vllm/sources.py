@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvferry import KvferryError, LayerPushTuner, Outgoing, Room, SourceEndpoint, Waitable
+from kvferry.connectors.first_token import encoded_token
 from kvferry.connectors.vllm.metadata import OpenRoom, PrefillMetadata, PushTokens
 from kvferry.connectors.vllm.paging import BlockTables, PagesByGroup, PushedPages
 from kvferry.connectors.vllm.stats import RoomCounts
@@ -67,8 +68,10 @@ class RoomAtSource:
     request: str
     pages: PushedPages
     handle: Outgoing | None
-    # The prompt of a room that is not opened yet.
+    # The prompt of a room that is not opened or not closed yet.
     prompt: ComputedPrompt | None = None
+    # Whether the room is closed with the first token of the answer.
+    awaits_token: bool = False
     # Whether the scheduler holds the blocks until the room is released.
     is_held: bool = False
     is_abandoned: bool = False
@@ -119,8 +122,8 @@ class PrefillRankRooms:
             self._abandon(abandoned)
         for forgotten in metadata.forgotten:
             self._rooms.pop(forgotten, None)
-        for request, name in metadata.held:
-            self._hold(request, name)
+        for held in metadata.held:
+            self._hold(*held)
         for push in metadata.pushed:
             self._prepare(push)
         self._computed_to = self._pushed_to = self._tuner.first
@@ -161,10 +164,10 @@ class PrefillRankRooms:
         """Push the rest of the step's tokens, which may be read once ``computed`` has happened."""
         for push in metadata.pushed:
             room = self._rooms[push.room]
+            if push.digest is not None and (room.handle is None or room.awaits_token):
+                room.prompt = ComputedPrompt(push, computed)
             if room.handle is not None:
                 self._push_rest(push, computed)
-            elif push.digest is not None:
-                room.prompt = ComputedPrompt(push, computed)
 
     def take_sent(self) -> set[str]:
         """Return the requests whose blocks have become free. Each is returned once."""
@@ -182,7 +185,8 @@ class PrefillRankRooms:
     def _open(self, opened: OpenRoom) -> None:
         pages = PushedPages(self._tables, opened.tokens)
         handle = self._open_handle(opened.room) if not opened.is_late else None
-        self._rooms[opened.room] = RoomAtSource(opened.request, pages, handle)
+        room = RoomAtSource(opened.request, pages, handle, awaits_token=opened.awaits_token)
+        self._rooms[opened.room] = room
 
     def _open_handle(self, name: Room) -> Outgoing | None:
         try:
@@ -192,17 +196,21 @@ class PrefillRankRooms:
             log.warning("room-refused room=%r reason=%r", name, str(error))
             return None
 
-    def _hold(self, request: str, name: Room) -> None:
-        """Hold a request's blocks until its room is released, and open the room if it is not."""
+    def _hold(self, request: str, name: Room, token: int | None = None) -> None:
+        """Hold a request's blocks until its room is released.
+
+        Open a late room, and close a room that awaits the request's first token.
+        """
         unknown = RoomAtSource(request, PushedPages(self._tables, 0), None)
         room = self._rooms.setdefault(name, unknown)
         room.is_held = True
         prompt, room.prompt = room.prompt, None
-        if prompt is None or room.handle is not None:
+        if prompt is None:
             return
-        room.handle = self._open_handle(name)
-        self._push_layers(*prompt, layers=None)
-        self._close(*prompt)
+        if room.handle is None:
+            room.handle = self._open_handle(name)
+            self._push_layers(*prompt, layers=None)
+        self._close(*prompt, b"" if token is None else encoded_token(token))
 
     def _abandon(self, name: Room) -> None:
         """Abort a room whose blocks are about to be reused.
@@ -250,13 +258,14 @@ class PrefillRankRooms:
         chunk = self._new_cells(push)
         if chunk is not None:
             self._rooms[push.room].pages.end = chunk[0][1]
-        if push.digest is not None:
+        if push.digest is not None and not self._rooms[push.room].awaits_token:
             self._close(push, computed)
 
-    def _close(self, push: PushTokens, computed: Waitable | None) -> None:
+    def _close(self, push: PushTokens, computed: Waitable | None, metadata: bytes = b"") -> None:
         handle = self._rooms[push.room].handle
         if handle is not None:
             handle.close(
+                metadata,
                 tokens=self._tables.paging.cells(push.end),
                 states=self._tables.rows(push.blocks),
                 after=computed,

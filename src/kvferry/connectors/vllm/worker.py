@@ -25,6 +25,8 @@ from kvferry.connectors.vllm.caches import (
     CachePlan,
     CacheView,
     EngineShape,
+    K,
+    V,
     plan_caches,
 )
 from kvferry.connectors.vllm.metadata import DecodeMetadata, PrefillMetadata, ReceiveRoom
@@ -222,11 +224,22 @@ def _rows(part: StatePart, cache: torch.Tensor) -> torch.Tensor:
 def _token_views(plan: CachePlan, group: str, cache: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return views of a cache by tensor, each as [pages, heads, tokens, content]."""
     pages, heads, tokens, content = cache.shape
-    if plan.tables.paging.whole_pages:
-        return {plan.tensor: cache.view(pages, heads, 1, tokens * content)}
     tensors = plan.layout.spec.group(group).tensors
+    if plan.tables.paging.whole_pages:
+        return {tensors[0].name: cache.view(pages, heads, 1, tokens * content)}
     if len(tensors) == 1:
-        return {plan.tensor: cache}
+        return {tensors[0].name: cache}
+    if plan.layout.is_transposed(group, K):
+        # All columns of a head's K, and behind them the rows of its V.
+        width, start = content // 2, cache.storage_offset()
+        shape, (page, head, *_) = (pages, heads, tokens, width), cache.stride()
+        return {
+            K: cache.as_strided(shape, (page, head, 1, tokens), start),
+            V: cache.as_strided(shape, (page, head, width, 1), start + tokens * width),
+        }
+    if group in plan.layout.packed:
+        k, v = cache.split(content // 2, dim=-1)
+        return {K: k, V: v}
     # Index keys, of which a page has one tensor after the other.
     found, first = {}, cache.storage_offset()
     for tensor in tensors:

@@ -43,7 +43,8 @@ class Chooser:
 
     def _is_staged(self, transfer: TransferRequest, block: Block) -> bool:
         link_cost = self.costs.of(transfer.session)
-        if self.override is not None and not link_cost.maps_peer:
+        # A translated transfer can't be direct, whatever was configured.
+        if self.override and not link_cost.maps_peer and not transfer.plan.forms.translated:
             return self.override is TransferMode.STAGED
         try:
             ((part, whole),) = _chunks_of(transfer, block)

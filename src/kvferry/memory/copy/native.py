@@ -10,8 +10,11 @@ two ways to store:
   whole is not fetched first;
 - through the cache, for a slot that is sent or scattered at once.
 
-In both cases the source is prefetched a few KiB ahead, because the processor's own prefetchers stop
-at the end of every short piece and every page.
+Pieces of one element (1, 2, 4 or 8 bytes), whose neighbours are contiguous on one side only, are
+loaded and stored as numbers. Else a call for each would take longer than its copy.
+
+Except for those, the source is prefetched a few KiB ahead, because the processor's own prefetchers
+stop at the end of every short piece and every page.
 """
 
 from __future__ import annotations
@@ -145,6 +148,22 @@ def _fence(typing_context: Any) -> tuple[Any, Emit]:
     return numba.types.void(), emit
 
 
+def _element_copy(num_bytes: int) -> Any:
+    """Return a copy of one element through a register."""
+
+    @_intrinsic
+    def move(typing_context: Any, to: Any, from_: Any) -> tuple[Any, Emit]:
+        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointer = ir.IntType(8 * num_bytes).as_pointer()
+            to, from_ = (builder.inttoptr(address, pointer) for address in args)
+            builder.store(builder.load(from_, align=1), to, align=1)
+            return context.get_dummy_value()
+
+        return numba.types.void(numba.types.int64, numba.types.int64), emit
+
+    return move
+
+
 _store_line, _store_block = (_line_copy(n, past_cache=True) for n in (1, BLOCK // LINE))
 _move_line = _line_copy(1, past_cache=False)
 _read_line, _read_block = (_prefetcher(n, to_write=False) for n in (1, BLOCK // LINE))
@@ -257,6 +276,45 @@ def _grid_dense_past(at: Any, soon: Any, shape: Any, strides: Any) -> None:
         to, from_, soon_from = to + length, from_ + strides[0], soon_from + strides[0]
 
 
+def _element_grid(num_bytes: int) -> Any:
+    """Return the loop over a grid of elements, with the shorter steps in the target inside."""
+    move = _element_copy(num_bytes)
+
+    @_function
+    def grid(to: int, from_: int, rows: int, cols: int, strides: Any) -> None:
+        source_row, target_row, source_col, target_col = strides
+        if abs(target_row) < abs(target_col):
+            rows, cols = cols, rows
+            source_row, source_col = source_col, source_row
+            target_row, target_col = target_col, target_row
+        for row in range(rows):
+            here_to, here_from = to + row * target_row, from_ + row * source_row
+            for col in range(cols):
+                move(here_to + col * target_col, here_from + col * source_col)
+
+    return grid
+
+
+_grid_of_1, _grid_of_2, _grid_of_4, _grid_of_8 = (_element_grid(n) for n in (1, 2, 4, 8))
+
+
+@_function
+def _grid_elements(to: int, from_: int, shape: Any, strides: Any) -> bool:
+    """Copy a grid of elements. Return False if the pieces are no elements."""
+    length, rows, cols = shape
+    if length == 4:
+        _grid_of_4(to, from_, rows, cols, strides)
+    elif length == 2:
+        _grid_of_2(to, from_, rows, cols, strides)
+    elif length == 1:
+        _grid_of_1(to, from_, rows, cols, strides)
+    elif length == 8:
+        _grid_of_8(to, from_, rows, cols, strides)
+    else:
+        return False
+    return True
+
+
 _grid_even_past, _grid_odd_past = _grid_of(_even_past), _grid_of(_odd_past)
 _grid_through = _grid_of(_through)
 
@@ -312,6 +370,8 @@ def copy_part(bases: Any, segments: Any, strides: Any, keep: bool) -> bool:
             )
             shape = (lengths[segment], rows[segment], cols[segment])
             even = shape[0] % BLOCK == 0 and (to | target_row | target_col) % LINE == 0
+            if shape[0] <= 8 and _grid_elements(to, from_, shape, strides):
+                continue
             if keep:
                 _grid_through((to, from_), soon, shape, strides)
             elif even:
