@@ -144,10 +144,20 @@ async def streams(request: web.Request, *events: bytes) -> web.StreamResponse:
 
 
 async def aborts(worker: FakeWorker, request: web.Request, body: Any) -> web.StreamResponse:
-    """Answer as vLLM does while it shuts down."""
+    """Answer as vLLM does while it shuts down: a stream may say nothing of the abort."""
     if not body.get("stream"):
         choice = {"index": 0, "text": "", "finish_reason": "abort"}
         return web.json_response(completion("") | {"choices": [choice]})
+    begin = [chat_chunk(None, role="assistant", content="")] if "messages" in body else []
+    usage = b'data: {"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":0}}\n\n'
+    return await streams(request, *begin, *([usage] if "stream_options" in body else []))
+
+
+async def aborts_with_a_word(
+    worker: FakeWorker, request: web.Request, body: Any
+) -> web.StreamResponse:
+    if not body.get("stream"):
+        return await aborts(worker, request, body)
     if "messages" in body:
         begin = chat_chunk(None, role="assistant", content="")
         return await streams(request, begin, chat_chunk("abort", content=""))
@@ -245,28 +255,37 @@ async def test_a_failed_transfer_may_be_reported() -> None:
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "p"}]}
 
 
-@pytest.mark.parametrize("rejects", [aborts, has_no_tokenizer])
-@pytest.mark.parametrize("policy", list(OnFailure))
+STREAMED: dict[str, Any] = {"stream": True}
+WITH_USAGE = STREAMED | {"stream_options": {"include_usage": True}}
+
+
+@pytest.mark.parametrize("rejects", [aborts, aborts_with_a_word, has_no_tokenizer])
+@pytest.mark.parametrize("form", [{}, STREAMED, WITH_USAGE])
+@pytest.mark.parametrize("asks", [{"prompt": "p"}, CHAT])
+@pytest.mark.parametrize("policy", [OnFailure.LOCAL, OnFailure.FAIL])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @bounded
-async def test_a_worker_that_shuts_down_is_left_out(rejects: Any, policy: str, role: str) -> None:
+async def test_a_worker_that_shuts_down_is_left_out(
+    rejects: Any, form: Any, asks: Any, policy: str, role: str
+) -> None:
     """Its health checks succeed, but every request is answered by another worker."""
     wire, act = Wire(), computes_or_streams
     names = [("prefill", "p"), ("decode", "d"), (role, "ends")]
     workers = [FakeVllm(*name, wire, act) for name in names]
     async with vllm_site(*workers) as here:
         workers[-1].act = rejects
-        own = {"kvferry": {"on_failure": policy}, "max_tokens": 3}
-        for body in (own, own | {"stream": True}, own | CHAT, own | CHAT | {"stream": True}) * 2:
+        body = {"model": MODEL, "kvferry": {"on_failure": policy}, "max_tokens": 3} | asks | form
+        for _ in range(3):
             path = "chat/completions" if "messages" in body else "completions"
-            status, _, data = await here.post({"model": MODEL, "prompt": "p"} | body, path)
+            status, _, data = await here.post(body, path)
             assert status == 200
+            assert b'"finish_reason": null' in data or b'"finish_reason": "length"' in data
             assert b'"finish_reason": "abort"' not in data
         assert len(workers[-1].seen) == 1
         state = (await here.state())["ends"]
         assert (state["up"], state["problem"]) == (False, "it accepts no new requests")
         # No decode computed a prompt itself.
-        assert [PARAMS in body for body in workers[1].seen] == 8 * [True]
+        assert all(PARAMS in seen for seen in workers[1].seen)
 
 
 @bounded

@@ -6,7 +6,6 @@ Both workers of a pair get their request at the same time, with one room. All me
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -17,6 +16,7 @@ from kvferry.http.sse import EventReader
 from kvferry.router.bodies import ID_BITS, OWN_FIELD, STREAM_FIELDS, ApiCall
 from kvferry.router.first_token import Continuation, may_continue
 from kvferry.router.options import EngineName, replicated
+from kvferry.router.streams import DONE
 from kvferry.router.upstream import (
     TRANSFER_FAILED,
     AttemptOutcome,
@@ -33,7 +33,8 @@ REPLICA_HEADER = "X-data-parallel-rank"
 ERROR_EVENT = b'data: {"error"'
 # In vLLM's responses after its engine process has ended.
 ENGINE_DEAD = "EngineCore encountered an issue"
-# While vLLM shuts down, its engine aborts new requests, and its tokenizer's threads are gone.
+# While vLLM shuts down, its engine aborts new requests, and its tokenizer's threads are gone. A
+# stream of an aborted request may have no choice that ends.
 ABORTED = "abort"
 NO_TOKENIZER = "cannot schedule new futures after shutdown"
 # Fields that ask for more than one token.
@@ -202,6 +203,8 @@ class VllmAdapter(EngineAdapter):
         """Return whether vLLM shuts down. Its health checks do not show that."""
         if isinstance(outcome, FailedAttempt):
             return NO_TOKENIZER in outcome.message
+        if outcome.head.startswith(b"data:"):
+            return _is_aborted_stream(outcome.head)
         return ABORTED.encode() in outcome.head and ABORTED in _finish_reasons(outcome.head)
 
     def classify(self, outcome: AttemptOutcome) -> AttemptOutcome:
@@ -236,16 +239,22 @@ class VllmAdapter(EngineAdapter):
         return WorkerHealth(worker.role, worker.name or worker.url, models[0].id)
 
 
-def _finish_reasons(head: bytes) -> set[str | None]:
-    """Return why choices of a response, or of the events at its beginning, have ended."""
-    events = EventReader(len(head) + 1).feed(head)
-    documents = [event.data for event in events if event.data] or [head.decode(errors="replace")]
-    found: set[str | None] = set()
-    for document in documents:
-        with contextlib.suppress(ValueError):
-            answer = msgspec.json.decode(document, type=AnyAnswer)
-            found |= {choice.finish_reason for choice in answer.choices}
-    return found
+def _is_aborted_stream(head: bytes) -> bool:
+    """Return whether a stream is aborted at its beginning, or over before any choice has ended."""
+    found = [event.data for event in EventReader(len(head) + 1).feed(head) if event.data]
+    reasons: set[str] = set().union(*map(_finish_reasons, found))
+    # Usage comes after all choices.
+    is_over = any(document == DONE or '"choices":[]' in document for document in found)
+    return ABORTED in reasons or (is_over and not reasons)
+
+
+def _finish_reasons(document: str | bytes) -> set[str]:
+    """Return why choices of a response or of an event have ended."""
+    try:
+        answer = msgspec.json.decode(document, type=AnyAnswer)
+    except ValueError:
+        return set()
+    return {choice.finish_reason for choice in answer.choices if choice.finish_reason}
 
 
 def _one_token(call: ApiCall, room: int) -> dict[str, Any]:
