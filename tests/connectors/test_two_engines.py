@@ -210,7 +210,7 @@ def test_sglang_to_vllm(undo: ExitStack, url: str, form: str, name: str) -> None
     worker.start_receives(DecodeMetadata([order]))
     received: set[str] = set()
     while not received:
-        arrivals = worker.take_arrivals(may_wait=True)
+        arrivals = worker.take_arrivals(wait_s=0.001)
         assert not arrivals.failed, arrivals.reasons
         received |= arrivals.received
     wanted = vllm_caches(form)

@@ -14,7 +14,7 @@ from kvferry.protocol.links import Link
 from kvferry.protocol.outcome import Done, Failure, FailureCode
 from kvferry.protocol.states import LinkState
 from kvferry.telemetry.metrics import AGES, EndpointMetrics
-from kvferry.telemetry.observer import HeldRoom, LoopStatus, WaitReason
+from kvferry.telemetry.observer import LoopStatus, RoomUsage, WaitReason
 
 PEER = Peer("decode", 0)
 FIRST = {"endpoint": "prefill/0", "transport": "nixl"}
@@ -112,10 +112,10 @@ def test_pinned_memory_is_shown_by_age_and_reason() -> None:
     registry = CollectorRegistry()
     mine = meter(registry)
     rooms = [
-        HeldRoom(0.5, WaitReason.CREDIT, 4, 60, 4096),
-        HeldRoom(0.9, WaitReason.CREDIT, 2, 30, 2048),
-        HeldRoom(59.9, WaitReason.WRITES, 8, 128, 8192),
-        HeldRoom(60.0, WaitReason.QUARANTINE, 1, 16, 1024),
+        RoomUsage(0.5, WaitReason.CREDIT, 4, 60, 4096),
+        RoomUsage(0.9, WaitReason.CREDIT, 2, 30, 2048),
+        RoomUsage(59.9, WaitReason.WRITES, 8, 128, 8192),
+        RoomUsage(60.0, WaitReason.QUARANTINE, 1, 16, 1024),
     ]
     mine.status(LoopStatus(0.0, 4, 1, 0, 0, (), {}, 5, rooms))
 

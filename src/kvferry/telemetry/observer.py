@@ -62,7 +62,7 @@ class WaitReason(StrEnum):
     QUARANTINE = "quarantine"  # a failed room, until its lost peer is proven gone
 
 
-class HeldRoom(NamedTuple):
+class RoomUsage(NamedTuple):
     """One open room and the memory that it pins at this rank."""
 
     age_s: float
@@ -86,7 +86,7 @@ class LoopStatus(NamedTuple):
     links: Collection[Link]
     counts: Mapping[str, int]
     num_credits: int = 0
-    rooms: Collection[HeldRoom] = ()
+    rooms: Collection[RoomUsage] = ()
 
 
 class Observer:

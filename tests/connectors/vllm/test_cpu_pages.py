@@ -70,7 +70,7 @@ def test_blocks_of_any_size_arrive(
         prefill.begin_step(PrefillMetadata(held=[HeldRoom("p", "room")]))
         received: set[str] = set()
         while not received:
-            results = decode.take_arrivals(may_wait=True)
+            results = decode.take_arrivals(wait_s=0.001)
             assert not results.failed, results.reasons
             received |= results.received
         for sent, got in zip(areas(computed, there[1]), areas(arrived, here[1]), strict=True):

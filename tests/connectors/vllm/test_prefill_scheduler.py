@@ -47,7 +47,7 @@ def test_an_idle_step_leaves_a_late_room_to_the_next_one(may_wait: tuple[bool, .
     scheduler.take_metadata()
     finished(scheduler)
     held = [scheduler.take_metadata(may_wait=each).held for each in may_wait]
-    assert held == [*([] for _ in may_wait[1:]), [("a", "r1")]]
+    assert held == [*([] for _ in may_wait[1:]), [HeldRoom("a", "r1")]]
     assert scheduler.take_metadata().held == []
 
 
@@ -58,7 +58,7 @@ def test_a_room_of_the_caller_is_held_at_once() -> None:
     scheduler.scheduled("a", 40, [[5, 6, 7]])
     scheduler.take_metadata()
     finished(scheduler)
-    assert scheduler.take_metadata(may_wait=True).held == [("a", 7)]
+    assert scheduler.take_metadata(may_wait=True).held == [HeldRoom("a", 7)]
 
 
 def test_cached_prefix_is_pushed_with_the_first_chunk() -> None:

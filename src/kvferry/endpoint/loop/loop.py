@@ -33,7 +33,7 @@ from kvferry.protocol.events import Cancel, Event, PeerRuns, Received, Tick
 from kvferry.protocol.messages import Heartbeat
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.protocol.states import LinkState
-from kvferry.telemetry.observer import HeldRoom, LoopStatus, Observer
+from kvferry.telemetry.observer import LoopStatus, Observer, RoomUsage
 
 log = logging.getLogger("kvferry.endpoint")
 
@@ -232,13 +232,13 @@ class EndpointLoop:
             [self._held(handle, now) for handle in self.rooms],
         )
 
-    def _held(self, handle: Handle, now: float) -> HeldRoom:
+    def _held(self, handle: Handle, now: float) -> RoomUsage:
         counts, sizes = handle.page_counts, self._page_bytes
         num_bytes = sum(count * sizes[group] for group, count in counts.items())
         reason = self.side.waits_for(handle)
         age_s = max(0.0, now - handle.begun)
         num_pages = max(counts.values(), default=0)
-        return HeldRoom(age_s, reason, num_pages, handle.num_tokens, num_bytes)
+        return RoomUsage(age_s, reason, num_pages, handle.num_tokens, num_bytes)
 
     def _stop(self) -> None:
         self._stopped = True
