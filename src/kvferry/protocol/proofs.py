@@ -5,6 +5,8 @@ Each side computes them from its own pages, which it does not release before the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from kvferry.ids import Op, Peer
@@ -98,17 +100,17 @@ class TargetProofs:
             self.under_way[op] = room, inbound
             self._outbox.do(Prove(op, room.name, room.plan, pair, request, room.proof))
 
-    def end(self, event: Proven) -> tuple[TargetRoom, Failure | None] | None:
-        """Compare sums; return the room and how its content differs; None if it is unknown."""
+    def end(self, event: Proven) -> Iterator[tuple[TargetRoom, Failure | None]]:
+        """Compare sums; yield the room, if it is known, and how its content differs."""
         found = self.under_way.pop(event.op, None)
         if found is None:
             self._outbox.counts["late"] += 1
-            return None
+            return
         room, inbound = found
         room.proofs.discard(event.op)
         failure = self._compare(room, inbound, event)
         inbound.is_proven = failure is None
-        return room, failure
+        yield room, failure
 
     def _compare(self, room: TargetRoom, inbound: InboundTransfer, event: Proven) -> Failure | None:
         if event.sums is None:

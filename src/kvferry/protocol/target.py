@@ -108,7 +108,10 @@ class TargetMachine(Machine):
             case Scattered():
                 self._on_scattered(event.op)
             case Proven():
-                self._on_proven(event)
+                for proven, failure in self.proofs.end(event):
+                    if failure is not None:
+                        self._fail(proven, failure)
+                    self._end_if_possible(proven)
             case Cancel():
                 room = self.rooms.get(event.room)
                 if room:
@@ -259,16 +262,6 @@ class TargetMachine(Machine):
             self.credits.scattered(done.slot)
             done.room.ledger.add_all(done.source, done.blocks)
             self._end_if_possible(done.room)
-
-    def _on_proven(self, event: Proven) -> None:
-        found = self.proofs.end(event)
-        if found is None:
-            return
-        room, failure = found
-        if failure is not None:
-            self._fail(room, failure)
-        else:
-            self._end_if_possible(room)
 
     def _on_close(self, link: Link, body: Close) -> None:
         inbound = self.inbounds.find(link, body)
