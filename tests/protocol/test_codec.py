@@ -31,6 +31,7 @@ from kvferry.protocol.messages import (
     MAX_CREDITS,
     MAX_METADATA,
     MAX_PAGES,
+    MAX_SUMS,
     VERSION,
     Abort,
     Accept,
