@@ -12,12 +12,24 @@ from kvferry.errors import InputError
 
 
 @pytest.mark.parametrize(
-    "name", sorted({*ProtocolConfig.__struct_fields__} - {"early_gather_slots"})
+    "name",
+    sorted(
+        {*ProtocolConfig.__struct_fields__} - {"early_gather_slots", "proof_rooms", "proof_share"}
+    ),
 )
 @pytest.mark.parametrize("value", [0, -1])
 def test_every_value_must_be_above_zero(name: str, value: int) -> None:
     with pytest.raises(InputError, match=name):
         replace(ProtocolConfig(), **{name: value})
+
+
+@pytest.mark.parametrize("name", ["proof_rooms", "proof_share"])
+def test_parts_are_from_zero_to_one(name: str) -> None:
+    for value in (0.0, 0.5, 1.0):
+        replace(ProtocolConfig(), **{name: value})
+    for value in (-0.1, 1.1, nan):
+        with pytest.raises(InputError, match=name):
+            replace(ProtocolConfig(), **{name: value})
 
 
 def test_early_gather_slots_may_be_zero() -> None:

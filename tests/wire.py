@@ -15,6 +15,7 @@ from kvferry.ids import Op, Peer, Room
 from kvferry.layout import Layout, Parallel, Span, attention
 from kvferry.layout.spec import StateRow
 from kvferry.plan import Block, Plan, Request, contiguous_pools
+from kvferry.plan.content import cells_between, num_chosen
 from kvferry.protocol.codec import decode, encode
 from kvferry.protocol.events import (
     Action,
@@ -32,6 +33,8 @@ from kvferry.protocol.events import (
     MemoryReached,
     Open,
     Post,
+    Prove,
+    Proven,
     Push,
     Receive,
     Received,
@@ -96,6 +99,7 @@ class Held:
     notes: bool = False
     scatters: bool = False
     teardowns: bool = False
+    proofs: bool = False
     connects: bool = False
 
 
@@ -124,6 +128,9 @@ class World:
     discards: list[tuple[Peer, Op]] = field(default_factory=list)
     scatters: list[tuple[Peer, Scatter]] = field(default_factory=list)
     teardowns: list[tuple[Peer, Disconnect]] = field(default_factory=list)
+    # Proofs in progress, and the sums of cells: by pair, unless a test gives a peer others.
+    proofs: list[tuple[Peer, Prove]] = field(default_factory=list)
+    sums: dict[Peer, bytes | None] = field(default_factory=dict)
     connects: list[tuple[Peer, Connect]] = field(default_factory=list)
     frames: list[tuple[Peer, Envelope]] = field(default_factory=list)
     reports: dict[tuple[Peer, Room], list[Outcome]] = field(
@@ -210,7 +217,7 @@ class World:
         match action:
             case Send(peer, envelope):
                 self.post(peer, envelope)
-            case Write() | Scatter():
+            case Write() | Scatter() | Prove():
                 self._begin_copy(me, action)
             case Gather() | Post() | Discard():
                 self._gather_ahead(me, action)
@@ -240,7 +247,12 @@ class World:
         assert decoded == envelope
         self.pending.append((to, Received(envelope)))
 
-    def _begin_copy(self, me: Peer, action: Write | Scatter) -> None:
+    def _begin_copy(self, me: Peer, action: Write | Scatter | Prove) -> None:
+        if isinstance(action, Prove):
+            self.proofs.append((me, action))
+            if not self.hold.proofs:
+                self.end_proof(self.proofs.pop())
+            return
         if isinstance(action, Scatter):
             self.scatters.append((me, action))
             if not self.hold.scatters:
@@ -295,6 +307,12 @@ class World:
         me, scatter = held
         self._land(me, scatter.source.rank, scatter.room, scatter.blocks)
         self.pending.append((me, Scattered(scatter.op)))
+
+    def end_proof(self, held: tuple[Peer, Prove]) -> None:
+        me, prove = held
+        cells = cells_between(prove.plan, prove.pair, prove.request, prove.proof)
+        right = b"12345678" * num_chosen(cells)
+        self.pending.append((me, Proven(prove.op, self.sums.get(me, right))))
 
     def end_teardown(self, held: tuple[Peer, Disconnect]) -> None:
         me, action = held

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvferry.discovery.records import DiscoveryError, InstanceView, RankRecord, Summaries
     from kvferry.discovery.static import StaticDiscovery, StaticInstance
     from kvferry.discovery.status_page import find_status_url
-    from kvferry.endpoint.config import EndpointConfig
+    from kvferry.endpoint.config import EndpointConfig, ProofMode
     from kvferry.endpoint.freeze_gc import freeze_gc
     from kvferry.endpoint.incoming import Incoming
     from kvferry.endpoint.layer_push_tuner import EventRecorder, LayerPushTuner, Layers
@@ -124,6 +124,7 @@ __all__ = [
     "PoolArrays",
     "PoolMap",
     "Pools",
+    "ProofMode",
     "ProtocolConfig",
     "RankAgreement",
     "RankRecord",
@@ -193,7 +194,7 @@ _HOMES = {
     "discovery.status_page": "find_status_url",
     "discovery.static": "StaticDiscovery StaticInstance",
     "endpoint.rank_agreement": "RankAgreement",
-    "endpoint.config": "EndpointConfig",
+    "endpoint.config": "EndpointConfig ProofMode",
     "endpoint.freeze_gc": "freeze_gc",
     "endpoint.incoming": "Incoming",
     "endpoint.layer_push_tuner": "EventRecorder Layers LayerPushTuner",

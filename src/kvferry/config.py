@@ -41,6 +41,9 @@ class LivenessConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
+_ZERO_ALLOWED = ("early_gather_slots", "proof_rooms", "proof_share")
+
+
 class ProtocolConfig(LivenessConfig, frozen=True, kw_only=True):
     """Timeouts and limits of a protocol machine. The two sides may use different values.
 
@@ -49,6 +52,8 @@ class ProtocolConfig(LivenessConfig, frozen=True, kw_only=True):
     is no limit. A source has ``max_rooms`` only.
     ``early_gather_slots``: how many local slots an outbound transfer may fill before it has
     credits for them. With None the endpoint chooses by memory type; a machine uses 0.
+    ``proof_rooms``: part of its rooms whose content a target compares with its sources.
+    ``proof_share``: part of the cells of such a room that is compared.
     """
 
     resend_s: float = 0.5
@@ -65,13 +70,18 @@ class ProtocolConfig(LivenessConfig, frozen=True, kw_only=True):
     local_slots: int = 3
     local_slot_bytes: int = 4 << 20
     early_gather_slots: int | None = None
+    proof_rooms: float = 0.0
+    proof_share: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self.__struct_fields__:
             number = getattr(self, name)
-            if name != "early_gather_slots" and number is not None and number <= 0:
+            if name not in _ZERO_ALLOWED and number is not None and number <= 0:
                 raise InputError(f"{name} must be above 0, not {number}")
+        for name in ("proof_rooms", "proof_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InputError(f"{name} must be from 0 to 1, not {getattr(self, name)}")
         if self.early_gather_slots is not None and self.early_gather_slots < 0:
             raise InputError(
                 f"early_gather_slots must be 0 or above, not {self.early_gather_slots}"

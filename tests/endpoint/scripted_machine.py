@@ -18,6 +18,7 @@ from kvferry.protocol.events import (
     Event,
     Gather,
     Post,
+    Prove,
     Report,
     Scatter,
     Write,
@@ -110,6 +111,9 @@ class RecordingPorts:
 
     def scatter(self, action: Scatter) -> None:
         self.asked.append(("scatter", action.op))
+
+    def prove(self, action: Prove) -> None:
+        self.asked.append(("prove", action.op))
 
     def start_probing(self, record: SessionRecord) -> None:
         self.asked.append(("start_probing", record.life))

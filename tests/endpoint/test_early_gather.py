@@ -96,6 +96,7 @@ class Bench:
         links = TargetLinkTable(
             setup, transport_thread, meter, costs, self.heard.append, measures=False
         )
+        proofs: Any = None
         self.writes = TransportWrites(
             setup=setup,
             rooms=rooms,
@@ -106,6 +107,7 @@ class Bench:
             observer=meter,
             answer=self.heard.append,
             send_note=lambda _: None,
+            proofs=proofs,
         )
         hello: Any = SimpleNamespace(staging=Staging(8192, 4))
         card = PeerMetadata(("127.0.0.1", 1), staging_region).encode()

@@ -31,6 +31,7 @@ from kvferry.protocol.messages import (
     MAX_CREDITS,
     MAX_METADATA,
     MAX_PAGES,
+    MAX_SUMS,
     VERSION,
     Abort,
     Accept,
@@ -322,13 +323,14 @@ def test_oversized_frame_is_not_decoded() -> None:
 
 
 REQUEST = {"num_tokens": 8, "prefix": 0}
-OFFER = ["offer", 1, 1, REQUEST, [["kv", [0, 1], 0]], 1.0]
+OFFER = ["offer", 1, 1, REQUEST, [["kv", [0, 1], 0]], 1.0, [7, 16384]]
 FAILURE = {"code": "aborted", "message": ""}
 BLOCK = ["kv", [0, 1], [0, 1]]
 
 
 def offer(**changed: Any) -> list[Any]:
-    fields = dict(zip(("tag", "room", "generation", "request", "tables", "remaining"), OFFER, strict=True))  # noqa: E501  # fmt: skip
+    names = ("tag", "room", "generation", "request", "tables", "remaining", "proof")
+    fields = dict(zip(names, OFFER, strict=True))
     return list((fields | changed).values())
 
 
@@ -355,6 +357,11 @@ MALFORMED: dict[str, Any] = {
     "first page below": offer(tables=[["kv", [0], -1]]),
     "tables too many": offer(tables=[["kv", [0], 0]] * 65),
     "group long": offer(tables=[["g" * (MAX_TEXT + 1), [0], 0]]),
+    "proof of a negative seed": offer(proof=[-1, 1]),
+    "proof of a large seed": offer(proof=[1 << 63, 1]),
+    "proof of no cells": offer(proof=[1, 0]),
+    "proof of too many cells": offer(proof=[1, (1 << 16) + 1]),
+    "sums long": ["close", 1, 1, 8, [], None, b"", bytes(MAX_SUMS + 1)],
     "remaining nan": offer(remaining=math.nan),
     "remaining inf": offer(remaining=math.inf),
     "remaining zero": offer(remaining=0.0),
@@ -422,6 +429,13 @@ BAD_LAYOUTS: dict[str, Any] = {
 def test_impossible_layout_is_malformed(name: str) -> None:
     assert isinstance(decode(raw(hello())), Envelope)
     assert fault(raw(hello(**BAD_LAYOUTS[name]))) is FrameFault.MALFORMED
+
+
+def test_fields_of_a_proof_may_be_left_out() -> None:
+    envelope = decode(raw(OFFER[:-1]))
+    assert isinstance(envelope, Envelope)
+    assert isinstance(envelope.body, Offer)
+    assert envelope.body.proof is None
 
 
 def test_unknown_fields_are_ignored() -> None:

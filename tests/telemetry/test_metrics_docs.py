@@ -90,7 +90,7 @@ def test_every_endpoint_metric_has_a_row() -> None:
     for job in (over(TransferMode.RUNS), over(TransferMode.RUNS, WriteFate.FAILED)):
         meter.write(job, 0.0)
     meter.refused("pages")
-    meter.status(LoopStatus(0.0, 0, 0, 0, 1, (), {"impatient": 1}))
+    meter.status(LoopStatus(0.0, 0, 0, 0, 1, (), {"impatient": 1, "unproven": 1}))
     meter.link_up(Peer("decode", 0), "shm")
     meter.thread_broken("transport_thread")
     meter.thread_stalled("transport_thread", 0.0)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvferry import ClusterKey, EndpointConfig, ProtocolConfig
+from kvferry import ClusterKey, EndpointConfig, ProofMode, ProtocolConfig
 
 # An engine's busy main thread delays an endpoint's threads at the GIL. The default ``silence_s`` of
 # 8 s has proven too short.
@@ -27,6 +27,7 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     engine's name for it does not. ``deadline_s``: time limit of a room; None takes the engine's.
     ``silence_s`` and ``unresponsive_s``: see ``LivenessConfig``. ``staging_bytes``: budget for
     staging slots; None takes the endpoint's default. ``options``: the transport's own.
+    ``proof``: which content decode compares with prefill's, see ``EndpointConfig``.
     """
 
     key_file: str | None = None
@@ -37,6 +38,7 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     silence_s: float = LIVENESS.silence_s
     unresponsive_s: float = LIVENESS.unresponsive_s
     staging_bytes: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    proof: ProofMode = ProofMode.SAMPLED
     options: dict[str, str] = {}
 
     def key(self) -> ClusterKey | None:
@@ -50,6 +52,7 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             host=self.host or host,
             deadline_s=self.deadline_s or deadline_s,
             options=self.options,
+            proof=self.proof,
             protocol=msgspec.structs.replace(LIVENESS, **liveness),
         )
         if self.staging_bytes is None:

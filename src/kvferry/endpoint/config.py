@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import StrEnum
 from math import inf
 
 import msgspec
@@ -12,6 +13,21 @@ from kvferry.errors import InputError
 from kvferry.plan.choose import TransferMode
 from kvferry.plan.cost import LinkCost
 
+
+class ProofMode(StrEnum):
+    """Which content a target compares with its sources before a room is done."""
+
+    OFF = "off"
+    SAMPLED = "sampled"
+    FULL = "full"
+
+
+# Parts of the rooms and of the cells of such a room that are compared.
+PROVEN = {
+    ProofMode.OFF: (0.0, 1.0),
+    ProofMode.SAMPLED: (1 / 64, 1 / 4),
+    ProofMode.FULL: (1.0, 1.0),
+}
 # A trace event takes some 150 bytes, and a room of one chunk has some ten events at each rank.
 MAX_TRACE_EVENTS = 1 << 22
 
@@ -34,6 +50,8 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``trace_events``: number of trace events kept in memory. 0 turns tracing and the status
     reports to the discovery service off.
     ``metrics``: whether to count anything, for Prometheus and for ``stats``.
+    ``proof``: a target compares checksums of the content of all rooms (``full``), of a part of some
+    rooms (``sampled``), or of none (``off``). Sources follow their targets.
     ``protocol``: timers and limits of the protocol.
     ``options``: the transport's own options.
     """
@@ -49,6 +67,7 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
     discovery_timeout_s: float | None = None
     trace_events: int = 4096
     metrics: bool = True
+    proof: ProofMode = ProofMode.SAMPLED
     protocol: ProtocolConfig = ProtocolConfig()
     options: Mapping[str, str] = {}
 
@@ -62,6 +81,8 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError(
                 f"trace_events must be from 0 to {MAX_TRACE_EVENTS}, not {self.trace_events}"
             )
+        if self.proof not in list(ProofMode):
+            raise InputError(f"proof must be {', '.join(ProofMode)}, not {self.proof!r:.80}")
         for name in ("deadline_s", "lease_s", "discovery_timeout_s"):
             seconds = getattr(self, name)
             if seconds is not None and not 0 < seconds < inf:

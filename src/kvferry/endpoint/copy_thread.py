@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from math import inf
 
-from kvferry.endpoint.jobs import CopyJob, WriteJob
+from kvferry.endpoint.jobs import CopyJob, ProofJob, WriteJob
 from kvferry.endpoint.transport_thread import ThreadFailed
 from kvferry.endpoint.watchdog import ThreadHeartbeat
 from kvferry.errors import KvferryError
@@ -21,7 +21,7 @@ from kvferry.memory.copy.cpu import copy_binding
 from kvferry.plan.bind import Binding
 from kvferry.transports.mailbox import Mailbox
 
-CopyResult = CopyJob | ThreadFailed
+CopyResult = CopyJob | ProofJob | ThreadFailed
 
 
 class Copier(ABC):
@@ -64,14 +64,14 @@ class CopyThread(Copier):
     def __init__(
         self, name: str, on_result: Callable[[CopyResult], None], write: Callable[[WriteJob], None]
     ) -> None:
-        self._jobs: Mailbox[CopyJob | None] = Mailbox()
+        self._jobs: Mailbox[CopyJob | ProofJob | None] = Mailbox()
         self._on_result = on_result
         self._write = write
         self.heartbeat = ThreadHeartbeat("copy", lambda: len(self._jobs) > 0)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, job: CopyJob) -> None:
+    def submit(self, job: CopyJob | ProofJob) -> None:
         """Queue a job behind those submitted before. Never waits."""
         self._jobs.put(job)
 
@@ -84,12 +84,27 @@ class CopyThread(Copier):
         try:
             while (job := self._jobs.get()) is not None:
                 self.heartbeat.beat(time.monotonic())
-                self._copy(job)
+                if isinstance(job, ProofJob):
+                    self._prove(job)
+                else:
+                    self._copy(job)
                 self.heartbeat.beat(inf)
         except Exception as error:
             self._on_result(ThreadFailed("copy", error))
         finally:
             self.heartbeat.beat(inf)
+
+    def _prove(self, job: ProofJob) -> None:
+        """Take a step of a proof, and let jobs that were submitted meanwhile go first."""
+        try:
+            more = job.step()
+        except KvferryError as error:
+            job.fail(str(error))
+            more = False
+        if more:
+            self._jobs.put(job)
+        else:
+            self._on_result(job)
 
     def _copy(self, job: CopyJob) -> None:
         is_gather = isinstance(job, WriteJob)

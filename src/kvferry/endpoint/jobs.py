@@ -1,4 +1,4 @@
-"""Jobs: one write or one scatter, passed between the threads of an endpoint.
+"""Jobs: one write, scatter or proof, passed between the threads of an endpoint.
 
 A job belongs to the thread that holds it. The loop makes it, the copier fills its slot, the
 transport thread or the loop writes it, and the loop takes its result. One exception: the loop
@@ -12,10 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.ids import Op, Session
+from kvferry.memory.checksum.cpu import CellSums
 from kvferry.plan.bind import Binding
 from kvferry.plan.choose import TransferMode
 from kvferry.plan.places import Base
-from kvferry.protocol.events import Gather, Scatter, Write, WriteFate
+from kvferry.protocol.events import Gather, Prove, Scatter, Write, WriteFate
 from kvferry.transports.base import Transport, WriteEnded
 
 # Largest write that the loop makes itself with the CPU: some 50 µs.
@@ -130,6 +131,30 @@ class ScatterJob:
 
     def fail(self, detail: str) -> None:
         """Store why the copy failed. It touches no memory any more."""
+        self.problem = detail
+
+
+@dataclass(slots=True, eq=False)
+class ProofJob:
+    """Sums of a room's pages, computed in steps so that copies need not wait for all of them."""
+
+    action: Prove
+    start: Callable[[], CellSums]
+    result: bytes | None = None
+    problem: str = ""
+    sums: CellSums | None = None
+
+    def step(self) -> bool:
+        """Compute some sums. Return False if all are computed."""
+        if self.sums is None:
+            self.sums = self.start()
+        more = self.sums.step()
+        if not more:
+            self.result = self.sums.result
+        return more
+
+    def fail(self, detail: str) -> None:
+        """Store why the sums can't be computed."""
         self.problem = detail
 
 

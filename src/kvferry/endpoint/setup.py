@@ -17,6 +17,7 @@ from kvferry.endpoint.peer_metadata import PeerMetadata
 from kvferry.errors import InputError, TransportError
 from kvferry.ids import MAX_ID, Peer
 from kvferry.layout.layout import Layout
+from kvferry.memory.checksum import cpu as checksum
 from kvferry.memory.copy.cpu import copy_binding, warm_up
 from kvferry.memory.copy.devices import copier_on
 from kvferry.memory.pools import Memory, PoolArrays, arrays_of
@@ -186,6 +187,7 @@ def set_up(
         offers = transports.offers(writable=writable)
         if memory.device.is_host:
             warm_up()
+            checksum.warm_up()
         liveness_port = LivenessPort(config.host, identity.incarnation)
     except BaseException:
         transports.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import ClassVar
@@ -19,6 +20,7 @@ from kvferry.endpoint.loop.channels import SourceChannel
 from kvferry.endpoint.loop.chooser import Chooser
 from kvferry.endpoint.loop.links import TargetLinkTable
 from kvferry.endpoint.loop.loop import CLOSE_S
+from kvferry.endpoint.loop.proofs import ContentProofs
 from kvferry.endpoint.loop.sides import SourceSide
 from kvferry.endpoint.loop.writes import TransportWrites
 from kvferry.endpoint.outgoing import Outgoing, PendingStep
@@ -27,6 +29,7 @@ from kvferry.endpoint.runner.runner import SourcePorts, SourceRunner
 from kvferry.endpoint.setup import EndpointSetup
 from kvferry.ids import Op, Room
 from kvferry.plan.cost import LinkCost, LinkCostTable
+from kvferry.plan.places import PageTable
 from kvferry.protocol.events import Event, Open
 from kvferry.protocol.source import SourceMachine
 from kvferry.security.keys import ClusterKey
@@ -96,6 +99,10 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
                 runner.send_note(op)
                 channel.flush()
 
+        def tables_of(room: Room) -> Mapping[str, PageTable]:
+            handle = rooms.get(room)
+            return handle.tables.tables() if handle else {}
+
         writes = TransportWrites(
             setup=setup,
             rooms=rooms,
@@ -106,6 +113,9 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
             observer=observer,
             answer=answer,
             send_note=send_note,
+            proofs=ContentProofs(
+                setup=setup, copier=self._copier, answer=answer, tables_of=tables_of
+            ),
         )
         runner = SourceRunner(machine, SourcePorts(channel, writes, self._prober, rooms))
         return SourceSide(runner, rooms, channel, observer, links, writes)

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from math import inf
 from typing import ClassVar
 
+from msgspec.structs import replace
+
+from kvferry.config import ProtocolConfig
 from kvferry.discovery.records import InstanceView, demand_name
 from kvferry.endpoint.arguments import token_count
-from kvferry.endpoint.config import EndpointConfig
+from kvferry.endpoint.config import PROVEN, EndpointConfig, ProofMode
 from kvferry.endpoint.control.unix import UnixListener
 from kvferry.endpoint.incoming import Incoming
 from kvferry.endpoint.loop.channels import TargetChannel
 from kvferry.endpoint.loop.directory import Directory
+from kvferry.endpoint.loop.proofs import ON_A_GPU, ContentProofs
 from kvferry.endpoint.loop.scatters import StagedScatters
 from kvferry.endpoint.loop.sides import TargetSide
 from kvferry.endpoint.rank import RankEndpoint
 from kvferry.endpoint.runner.runner import TargetPorts, TargetRunner
+from kvferry.endpoint.setup import EndpointSetup
 from kvferry.errors import InputError
 from kvferry.ids import Room
 from kvferry.memory.page_tables import Pages, Rows
+from kvferry.plan.places import PageTable
 from kvferry.plan.plan import Request
 from kvferry.protocol.events import Event, ReceiveRequest
 from kvferry.protocol.target import TargetMachine
 from kvferry.security.keys import ClusterKey, checked_bind_address
 from kvferry.telemetry.steps import RoomTag
+
+log = logging.getLogger("kvferry.endpoint")
 
 
 class TargetEndpoint(RankEndpoint[Incoming]):
@@ -56,6 +66,11 @@ class TargetEndpoint(RankEndpoint[Incoming]):
             *(setup.me, self._poller, observer, answer),
             *(key, directory.address_of, config.protocol.silence_s),
         )
+
+        def tables_of(room: Room) -> Mapping[str, PageTable]:
+            handle = rooms.get(room)
+            return handle.request.page_tables if handle else {}
+
         scatters = StagedScatters(
             setup=setup,
             rooms=rooms,
@@ -64,8 +79,12 @@ class TargetEndpoint(RankEndpoint[Incoming]):
             observer=observer,
             answer=answer,
             connect_unix=channel.connect_unix,
+            proofs=ContentProofs(
+                setup=setup, copier=self._copier, answer=answer, tables_of=tables_of
+            ),
         )
-        machine = TargetMachine(setup.identity, config.protocol, setup.memory.map, setup.staging)
+        protocol = _protocol_config(config, setup)
+        machine = TargetMachine(setup.identity, protocol, setup.memory.map, setup.staging)
         runner = TargetRunner(machine, TargetPorts(channel, scatters, self._prober, rooms))
         return TargetSide(
             *(runner, rooms, channel, observer), self._transport_thread, scatters, directory
@@ -143,3 +162,13 @@ class TargetEndpoint(RankEndpoint[Incoming]):
             demand_name(prefill)
         elif not isinstance(prefill, InstanceView):
             raise InputError(f"prefill must be an instance's name or view, not {prefill!r:.200}")
+
+
+def _protocol_config(config: EndpointConfig, setup: EndpointSetup) -> ProtocolConfig:
+    """Return the machine's configuration with the parts of rooms and cells to prove."""
+    mode = config.proof
+    if mode is not ProofMode.OFF and not setup.memory.device.is_host:
+        log.info("proof-off endpoint=%s mode=%s reason=%r", setup.me, mode, ON_A_GPU)
+        mode = ProofMode.OFF
+    rooms, share = PROVEN[mode]
+    return replace(config.protocol, proof_rooms=rooms, proof_share=share)

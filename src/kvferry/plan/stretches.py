@@ -18,6 +18,7 @@ import numpy as np
 from kvferry.layout.tokens import MAX_POSITION, Pattern, Tokens
 from kvferry.plan.coalesce import Stride
 from kvferry.plan.places import Int64s
+from kvferry.plan.token_index import num_below
 
 
 class Stretches(NamedTuple):
@@ -93,7 +94,7 @@ def stretches(tokens: Tokens, source: Pattern, target: Pattern) -> Stretches:
     some = slice(np.searchsorted(index, first, "right") - 1, np.searchsorted(index, end))
     index, position = index[some], position[some]
     index[0], position[0] = first, tokens.first
-    at_source, at_target = (_below(held, position) for held in (source, target))
+    at_source, at_target = (num_below(held, position) for held in (source, target))
     return Stretches(
         index - first,
         at_source - at_source[0],
@@ -101,21 +102,3 @@ def stretches(tokens: Tokens, source: Pattern, target: Pattern) -> Stretches:
         cycle.advance,
         cycle.longest,
     )
-
-
-def _below(pattern: Pattern, positions: Int64s) -> Int64s:
-    """Return the number of members below each position: ``Pattern.below`` of an array."""
-    if pattern.period == 1:
-        return positions
-    periods, residues = np.divmod(positions, pattern.period)
-    firsts, counts = _runs(pattern)
-    place = np.searchsorted(firsts, residues, "right") - 1
-    inside = np.minimum(residues - firsts[place], counts[place + 1] - counts[place])
-    return np.asarray(periods * counts[-1] + np.where(place < 0, 0, counts[place] + inside))
-
-
-@lru_cache(maxsize=1024)
-def _runs(pattern: Pattern) -> tuple[Int64s, Int64s]:
-    """Return where each run begins, and the number of members before each run and in all."""
-    firsts = np.array([run.first for run in pattern.runs], dtype=np.int64)
-    return firsts, np.cumsum([0, *map(len, pattern.runs)], dtype=np.int64)

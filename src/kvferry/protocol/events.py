@@ -18,6 +18,8 @@ from kvferry.errors import InputError
 from kvferry.ids import Generation, Op, Peer, Room, Serial, Session, SlotIndex, Ticket
 from kvferry.layout.intervals import Span
 from kvferry.layout.layout import Layout
+from kvferry.plan.bind import RankPair
+from kvferry.plan.content import ProofRequest
 from kvferry.plan.places import PageTable
 from kvferry.plan.plan import Block, Plan, Request
 from kvferry.protocol.messages import (
@@ -86,6 +88,17 @@ class WrongVersion(Event, frozen=True):
     session: Session
     version: int
     answered: bool
+
+
+class Proven(Event, frozen=True):
+    """The answer to a ``Prove``; ``sums`` is None if they can't be computed here.
+
+    The pages are not read any more.
+    """
+
+    op: Op
+    sums: bytes | None
+    problem: str = ""
 
 
 class Cancel(Event, frozen=True):
@@ -311,6 +324,7 @@ class TransferRequest(msgspec.Struct, frozen=True, dict=True):
     plan: Plan
     request: Request
     tables: tuple[PageTableMessage, ...]
+    proof: ProofRequest | None = None
 
     @cached_property
     def page_tables(self) -> dict[str, PageTable]:
@@ -382,6 +396,20 @@ class Scatter(Action, frozen=True):
     blocks: tuple[Block, ...]
     slot: SlotIndex
     serial: Serial
+
+
+class Prove(Action, frozen=True):
+    """Compute the sums of what ``pair.source`` sends ``pair.target`` from the room's pages.
+
+    Answered once by ``Proven``, until which the pages must not be released.
+    """
+
+    op: Op
+    room: Room
+    plan: Plan
+    pair: RankPair
+    request: Request
+    proof: ProofRequest
 
 
 class Report(Action, frozen=True):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from kvferry.ids import Generation, Op, Room, Serial, SlotIndex
+from kvferry.plan.content import ProofRequest
 from kvferry.plan.plan import Block, Plan
 from kvferry.protocol.credits import AccountKey
 from kvferry.protocol.cutting import image_bytes
@@ -26,6 +27,9 @@ from kvferry.protocol.messages import (
 from kvferry.protocol.outcome import Failure, FailureCode, Status
 from kvferry.protocol.states import INBOUND, InboundState, InboundStep, LinkState, advance
 
+# Failures after which nothing of a room is usable.
+DOUBTED = (FailureCode.CONTENT_DIFFERS, FailureCode.CONTENT_CORRUPT)
+
 
 @dataclass(slots=True, eq=False)
 class InboundTransfer:
@@ -39,6 +43,10 @@ class InboundTransfer:
     offer_seq: int = 0
     accepted: bool = False
     confirmed: bool = False  # the source's Close fits the request
+    # The sums of its Close, and whether a comparison with them has begun and succeeded.
+    sums: bytes | None = None
+    proof_begun: bool = False
+    is_proven: bool = False
 
     @property
     def account(self) -> AccountKey:
@@ -82,6 +90,8 @@ class TargetRoom:
     ledger: Ledger
     inbounds: dict[int, InboundTransfer] = field(default_factory=dict)
     scatters: set[Op] = field(default_factory=set)
+    proof: ProofRequest | None = None
+    proofs: set[Op] = field(default_factory=set)
     metadata: bytes = b""
     failure: Failure | None = None
 
@@ -118,7 +128,7 @@ class TargetRoom:
 
         If the engine gave a digest, only blocks from sources with a fitting Close are usable.
         """
-        differs = self.failure is not None and self.failure.code is FailureCode.CONTENT_DIFFERS
+        differs = self.failure is not None and self.failure.code in DOUBTED
         doubted = {
             source
             for source, inbound in self.inbounds.items()
@@ -162,7 +172,8 @@ class InboundTransfers:
         left_s = room.wanted.deadline - self._outbox.now
         remaining_s = min(max(MIN_REMAINING_S, left_s), MAX_REMAINING_S)
         request, tables = room.wanted.request, room.wanted.tables
-        self._send(inbound, Offer(room.name, room.generation, request, tables, remaining_s))
+        offer = Offer(room.name, room.generation, request, tables, remaining_s, room.proof)
+        self._send(inbound, offer)
         inbound.offer_seq = inbound.link.seq_out
 
     def abort(self, inbound: InboundTransfer) -> None:

@@ -17,6 +17,7 @@ from kvferry.digest import MAX_DIGEST
 from kvferry.errors import InputError
 from kvferry.ids import Generation, Peer, Room, Serial, Session, SlotIndex
 from kvferry.layout.layout import Layout
+from kvferry.plan.content import ProofRequest
 from kvferry.plan.places import PoolMap
 from kvferry.plan.plan import MAX_TOKENS, Block, Request
 from kvferry.protocol.outcome import MAX_TEXT, Failure
@@ -32,6 +33,8 @@ MAX_COUNT = 1 << 40
 MAX_TABLES = 64
 MAX_TRANSPORTS = 16
 MAX_WHY = 256
+# Above 8 bytes for each layer of each group of any cache.
+MAX_SUMS = 1 << 21
 MIN_REMAINING_S, MAX_REMAINING_S = 1e-3, 1e7
 
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
@@ -158,11 +161,15 @@ class PageTableMessage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Offer(RoomMessage, frozen=True, array_like=True, tag="offer"):
-    """Target to source: write this room's cache into these pages."""
+    """Target to source: write this room's cache into these pages.
+
+    ``proof``: the sums of which cells to send with Close; None for no proof.
+    """
 
     request: Request
     tables: Annotated[tuple[PageTableMessage, ...], Meta(max_length=MAX_TABLES)]
     remaining_s: Annotated[float, Meta(gt=0, le=MAX_REMAINING_S)]
+    proof: ProofRequest | None = None
 
     def __post_init__(self) -> None:
         if self.request.num_tokens > MAX_TOKENS:
@@ -209,12 +216,15 @@ class Close(RoomMessage, frozen=True, array_like=True, tag="close"):
     """Source to target: everything owed is written. ``written``: blocks sent without credits.
 
     Every source sends the ``digest`` of the computed request; empty if its engine gave none.
+    ``sums``: 8 bytes for each cell that the offer's proof chooses, little-endian; None if there is
+    no proof, or the source can't compute them.
     """
 
     num_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
     written: Blocks
     metadata: Blob | None = None
     digest: Digest = b""
+    sums: Annotated[bytes, Meta(max_length=MAX_SUMS)] | None = None
 
 
 class Complete(RoomMessage, frozen=True, array_like=True, tag="complete"):

@@ -71,6 +71,9 @@ class OutboundTransfer:
     notes: dict[Serial, Arrived] = field(default_factory=dict)
     written: list[Block] = field(default_factory=list)
     inflight: set[Op] = field(default_factory=set)
+    # The sums that the target asks for, and whether they are being computed.
+    is_proving: bool = False
+    sums: bytes | None = None
 
     @property
     def peer(self) -> Peer:
@@ -369,8 +372,9 @@ class OutboundTransfers:
         metadata = finish.metadata if me.peer.rank == me.layout.lead else None
         outbound.sent_at = self._outbox.now
         close = Close(
-            *(room.name, outbound.generation, finish.num_tokens), named, metadata, finish.digest
-        )
+            *(room.name, outbound.generation, finish.num_tokens), named, metadata, finish.digest,
+            outbound.sums,
+        )  # fmt: skip
         self._links.send(outbound.link, close)
 
     def status_polled(self, link: Link, body: StatusPoll) -> None:

@@ -43,6 +43,7 @@ class FailureCode(StrEnum):
     BAD_NOTE = "bad-note"
     TOKENS_DIFFER = "tokens-differ"
     CONTENT_DIFFERS = "content-differs"
+    CONTENT_CORRUPT = "content-corrupt"
     NOT_ALL_PUSHED = "not-all-pushed"
     TRANSPORT = "transport"
     INTERNAL = "internal"

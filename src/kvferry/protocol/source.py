@@ -26,6 +26,7 @@ from kvferry.protocol.events import (
     MemoryReached,
     Open,
     Prepare,
+    Proven,
     Push,
     Release,
     Report,
@@ -48,6 +49,7 @@ from kvferry.protocol.messages import (
 )
 from kvferry.protocol.outbound import OutboundTransfer, OutboundTransfers, SourceRoom
 from kvferry.protocol.outcome import Done, Failure, FailureCode
+from kvferry.protocol.proofs import SourceProofs
 from kvferry.protocol.slots import EarlyGather, InFlight, LocalSlots
 from kvferry.protocol.states import (
     OUTBOUND,
@@ -72,6 +74,7 @@ class SourceParts:
     slots: type[LocalSlots] = LocalSlots
     gather: type[EarlyGather] = EarlyGather
     writes: type[WriteQueue] = WriteQueue
+    proofs: type[SourceProofs] = SourceProofs
 
 
 PARTS = SourceParts()
@@ -94,6 +97,7 @@ class SourceMachine(Machine):
         self.inflight = InFlight(parts.slots(config.local_slots))
         shared = self.peers, self.outbox, self.inflight
         self.writes = parts.writes(*shared, parts.gather(*shared))
+        self.proofs = parts.proofs(self.outbox)
 
     def _on_event(self, event: Event) -> None:
         match event:
@@ -103,6 +107,8 @@ class SourceMachine(Machine):
                 self.writes.chosen(event)
             case WriteEnded():
                 self._on_write_ended(event)
+            case Proven():
+                self._on_proven(event)
             case Open():
                 self._on_open(event)
             case Finish():
@@ -186,6 +192,7 @@ class SourceMachine(Machine):
         room.finish = event
         for outbound in list(room.outbounds.values()):
             self.writes.push_rest(outbound, event)
+            self.proofs.begin(outbound)
         self._fail_unless_pushed(room)
 
     def _on_cancel(self, event: Cancel) -> None:
@@ -215,6 +222,7 @@ class SourceMachine(Machine):
             link.plan,
             offer.request,
             offer.tables,
+            offer.proof,
         )
         outbound = OutboundTransfer(room, link, transfer, owed, self.outbox.now)
         room.outbounds[link.peer.rank] = outbound
@@ -224,6 +232,7 @@ class SourceMachine(Machine):
             self.writes.push(outbound, push)
         if room.finish:
             self.writes.push_rest(outbound, room.finish)
+            self.proofs.begin(outbound)
             self._fail_unless_pushed(room)
 
     def _fail_unless_pushed(self, room: SourceRoom) -> None:
@@ -278,11 +287,18 @@ class SourceMachine(Machine):
             self._fail(write.outbound.room, Failure.of(FailureCode.TRANSPORT, text))
         self._drain(write.outbound.room)
 
+    def _on_proven(self, event: Proven) -> None:
+        outbound = self.proofs.end(event)
+        if outbound is not None:
+            self.writes.wake(outbound)
+            self._drain(outbound.room)
+
     def _settle(self) -> None:
-        """Start writes, and close the transfers whose writes have all ended."""
+        """Start writes, and close the transfers whose writes and proofs have all ended."""
         for outbound in self.writes.settle():
             room, sending = outbound.room, outbound.state is OutboundState.SENDING
-            if room.finish and sending and not room.failure and self.writes.is_sent(outbound):
+            ended = self.writes.is_sent(outbound) and not self.proofs.reads(outbound)
+            if room.finish and sending and not room.failure and ended:
                 self.outbounds.close(outbound)
 
     def _fail(self, room: SourceRoom, failure: Failure) -> None:
@@ -307,7 +323,7 @@ class SourceMachine(Machine):
         if room.failure is None:
             return
         for rank, outbound in list(room.outbounds.items()):
-            if not self.writes.reads(outbound):
+            if not (self.writes.reads(outbound) or self.proofs.reads(outbound)):
                 del room.outbounds[rank]
                 attempt = RoomMessage(room.name, outbound.generation)
                 self.outbounds.drained(outbound.link, attempt, room.failure)
@@ -362,3 +378,4 @@ class SourceMachine(Machine):
         self.admission.check()
         self.outbounds.check()
         self.writes.check()
+        self.proofs.check()

@@ -14,6 +14,7 @@ from typing import ClassVar
 from kvferry.config import ProtocolConfig
 from kvferry.errors import Misuse, Refused
 from kvferry.ids import Generation, Op, Peer, Room
+from kvferry.plan.content import room_proof
 from kvferry.plan.places import PoolMap
 from kvferry.plan.plan import Request
 from kvferry.protocol.credits import CreditBook
@@ -25,6 +26,7 @@ from kvferry.protocol.events import (
     Event,
     Instance,
     PeerRestarted,
+    Proven,
     Receive,
     Release,
     Report,
@@ -52,6 +54,7 @@ from kvferry.protocol.messages import (
     Welcome,
 )
 from kvferry.protocol.outcome import Done, Failure, FailureCode
+from kvferry.protocol.proofs import TargetProofs
 from kvferry.protocol.states import InboundState, InboundStep, LinkState
 
 
@@ -65,6 +68,7 @@ class TargetParts:
     credits: type[CreditBook] = CreditBook
     scatters: type[ActiveScatters] = ActiveScatters
     declines: type[Declines] = Declines
+    proofs: type[TargetProofs] = TargetProofs
 
 
 PARTS = TargetParts()
@@ -92,8 +96,10 @@ class TargetMachine(Machine):
         self.credits = parts.credits(staging.num_slots, config.credits_per_source)
         self.scatters = parts.scatters(self.outbox)
         self.declines = parts.declines(config.max_early_rooms)
+        self.proofs = parts.proofs(self.me.rank, self.outbox)
         self._new_ledger = parts.ledger
         self._generations = 0
+        self._proven_part = config.proof_rooms, config.proof_share
 
     def _on_event(self, event: Event) -> None:
         match event:
@@ -101,6 +107,11 @@ class TargetMachine(Machine):
                 self._on_receive(event)
             case Scattered():
                 self._on_scattered(event.op)
+            case Proven():
+                for proven, failure in self.proofs.end(event):
+                    if failure is not None:
+                        self._fail(proven, failure)
+                    self._end_if_possible(proven)
             case Cancel():
                 room = self.rooms.get(event.room)
                 if room:
@@ -159,6 +170,7 @@ class TargetMachine(Machine):
             generation=Generation(self._generations),
             plan=plan,
             ledger=self._new_ledger(plan, self.me.rank, wanted.request, wanted.digest),
+            proof=room_proof(self.incarnation, self._generations, *self._proven_part),
         )
         self.rooms[room.name] = room
         for source in plan.contacts(self.me.rank):
@@ -271,6 +283,7 @@ class TargetMachine(Machine):
         inbound.confirmed = True
         if body.metadata is not None:
             room.metadata = body.metadata
+        inbound.sums = body.sums
         room.ledger.close(inbound.source)
         room.ledger.add_all(inbound.source, body.written)
         self._end_if_possible(room)
@@ -310,10 +323,13 @@ class TargetMachine(Machine):
 
     def _end_if_possible(self, room: TargetRoom) -> None:
         """End a room that is complete, or that has failed and is provably not written any more."""
-        if self.scatters.writes(room) or self.rooms.get(room.name) is not room:
+        if self.rooms.get(room.name) is not room:
+            return
+        proven = room.failure is not None or self.proofs.prove(room)
+        if self.scatters.writes(room) or self.proofs.reads(room):
             return
         if room.failure is None:
-            if not room.ledger.complete:
+            if not (room.ledger.complete and proven):
                 return
             for inbound in room.inbounds.values():
                 self.peers.send(inbound.link, Complete(room.name, room.generation))
@@ -374,5 +390,6 @@ class TargetMachine(Machine):
         self.credits.check()
         self.scatters.check()
         self.declines.check()
+        self.proofs.check()
         for room in self.rooms.values():
             room.ledger.check()

@@ -33,6 +33,8 @@ LABELS = ("endpoint", "transport")
 # Counters of the machine: frames it rejected, and chunks that did not wait for a credit.
 REJECTED = ("refused", "misdirected", "other-incarnation")
 IMPATIENT = "impatient"
+# And what sources sent without the sums that were asked for.
+UNPROVEN = "unproven"
 KEPT = (LinkState.GREETING, LinkState.UP)
 # Ages of rooms in seconds, each with the name of the ages from it up to the next.
 AGES = ((0.0, "0-1s"), (1.0, "1-10s"), (10.0, "10-60s"), (60.0, "60s+"))
@@ -59,6 +61,7 @@ class _Metrics:
         self.failed = counter("writes_failed", "Writes that failed, by fate", "fate")
         self.rejected = counter("rejected", "Rejected frames, peers and connections", "reason")
         self.credit_waits = counter("credit_waits", "Chunks written directly for want of a credit")
+        self.unproven = counter("unproven", "Content taken without the sums that were asked for")
         self.open_rooms = gauge("open_rooms", "Rooms whose memory is held")
         self.quarantined = gauge("quarantined_rooms", "Failed rooms whose memory waits for proof")
         self.quarantined_bytes = gauge("quarantined_bytes", "Memory that waits for proof", "side")
@@ -243,11 +246,12 @@ class EndpointMetrics(Observer):
         self._set_links({str(link.peer): link.transport for link in kept})
         for peer in self.sent.keys() - {link.peer for link in status.links}:
             del self.sent[peer]
-        for what in (*REJECTED, IMPATIENT):
+        counters = {IMPATIENT: metrics.credit_waits, UNPROVEN: metrics.unproven}
+        for what in (*REJECTED, *counters):
             new = status.counts.get(what, 0) - self._seen[what]
             self._seen[what] += new
-            if new and what == IMPATIENT:
-                metrics.credit_waits.labels(*labels).inc(new)
+            if new and what in counters:
+                counters[what].labels(*labels).inc(new)
             elif new:
                 self.refused(what, new)
 

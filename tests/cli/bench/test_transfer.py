@@ -122,3 +122,38 @@ def test_rooms_of_one_page_are_counted(capsys: pytest.CaptureFixture[str]) -> No
     levels = done.document["levels"]
     assert [level["concurrency"] for level in levels] == [1, 4]
     assert all(level["rooms"] == 20 and 0 < level["p50_ms"] <= level["p99_ms"] for level in levels)
+
+
+def test_a_proof_of_all_content_changes_no_result(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--transport shm --prefill tp=2 --decode tp=1 --repeat 1 --proof full"
+    done = bench(capsys, f"transfer {SHAPE} --json {words}")
+    assert done.status == 0, done.err
+    assert done.document["verified"] is True
+    assert done.document["proof"] == "full"
+
+
+@pytest.mark.parametrize("fault", ["flip-byte", "swap-layers", "swap-kv", "stale-page"])
+def test_damaged_content_is_refused_and_named(
+    capsys: pytest.CaptureFixture[str], fault: str
+) -> None:
+    words = f"--transport shm --prefill tp=2 --decode tp=1 --inject {fault}"
+    done = bench(capsys, f"transfer {SHAPE} --json {words}")
+    assert done.status == 1
+    assert done.document["code"] == "content-corrupt"
+    assert "group 'kv' layers" in done.document["message"]
+
+
+def test_damage_without_a_proof_is_not_noticed(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--transport shm --prefill tp=1 --decode tp=1 --inject short-write --proof off"
+    done = bench(capsys, f"transfer {SHAPE} {words}")
+    assert done.status == 1
+    assert "not noticed" in done.out
+
+
+def test_an_impossible_fault_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--transport shm --prefill tp=1 --decode tp=1 --inject drop-state"
+    done = bench(capsys, f"transfer {SHAPE} {words}")
+    assert done.status == 2
+    assert "drop-state is impossible" in done.err
+    staged = bench(capsys, f"transfer {SHAPE} {words} --mode staged")
+    assert staged.status == 2

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvferry import InputError
+from kvferry import InputError, ProofMode
 from kvferry.connectors.settings import LIVENESS
 from kvferry.connectors.sglang.settings import ServerSettings, read_settings, variable_of
 
@@ -21,6 +21,7 @@ ALL = {
     "KVFERRY_SILENCE_S": "30.5",
     "KVFERRY_UNRESPONSIVE_S": "70",
     "KVFERRY_STAGING_BYTES": "16777216",
+    "KVFERRY_PROOF": "full",
     "KVFERRY_OPTIONS": '{"backend": "UCX"}',
 }
 
@@ -41,6 +42,7 @@ def test_each_setting_has_a_variable() -> None:
     assert (config.host, config.deadline_s, config.staging_bytes) == ("10.0.0.1", 90, 16 << 20)
     assert (config.protocol.silence_s, config.protocol.unresponsive_s) == (30.5, 70)
     assert config.options == {"backend": "UCX"}
+    assert config.proof is ProofMode.FULL
 
 
 @pytest.mark.parametrize(
@@ -54,6 +56,7 @@ def test_each_setting_has_a_variable() -> None:
         ("KVFERRY_DEADLINE_S", "inf", "must be above 0 and finite"),
         ("KVFERRY_STAGING_BYTES", "64M", "correct it or unset it"),
         ("KVFERRY_STAGING_BYTES", "-1", ">= 0; correct it or unset it"),
+        ("KVFERRY_PROOF", "some", "Invalid enum value 'some'; correct it or unset it"),
         ("KVFERRY_OPTIONS", "UCX", "malformed.*; correct it or unset it"),
         ("KVFERRY_OPTIONS", '{"a": 1}', "Expected `str`, got `int`"),
     ],

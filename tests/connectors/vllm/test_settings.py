@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from kvferry import InputError
+from kvferry import InputError, ProofMode
 from kvferry.connectors.settings import LIVENESS, LIVENESS_SETTINGS
 from kvferry.connectors.vllm.compat import TESTED_VERSIONS
 from kvferry.connectors.vllm.settings import (
@@ -34,6 +34,11 @@ def test_liveness_timeouts_can_be_set() -> None:
     assert config == replace(LIVENESS, **given)
 
 
+def test_proof_of_content_can_be_set() -> None:
+    assert read_settings(LEAST).rank_config().proof is ProofMode.SAMPLED
+    assert read_settings({**LEAST, "proof": "full"}).rank_config().proof is ProofMode.FULL
+
+
 def test_discovery_timeout_is_at_most_the_deadline() -> None:
     assert read_settings({**LEAST, "deadline_s": 3}).rank_config().discovery_timeout_s == 3
 
@@ -56,6 +61,7 @@ def test_each_replica_is_an_instance() -> None:
         ({"silence_s": -1}, "silence_s must be above 0 and finite, not -1"),
         ({"silence_s": "long"}, r"\$\.silence_s"),
         ({"unresponsive_s": 0}, "unresponsive_s must be above 0 and finite, not 0"),
+        ({"proof": "some"}, r"\$\.proof"),
         ({"options": {"a": 1}}, r"\$\.options"),
     ],
 )

@@ -48,6 +48,7 @@ class Bench:
         links: Any = {SESSION: SimpleNamespace(inline=None)}
         chooser: Any = SimpleNamespace(binding=self._bind)
         copier: Any = None
+        proofs: Any = None
         self.writes = TransportWrites(
             setup=setup,
             rooms=rooms,
@@ -58,6 +59,7 @@ class Bench:
             observer=meter,
             answer=self.heard.append,
             send_note=self._note,
+            proofs=proofs,
         )
 
     def _note(self, op: Op) -> None:

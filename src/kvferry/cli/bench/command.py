@@ -9,15 +9,20 @@ from typing import Any
 from kvferry.cli.serve.flags import DECODE, PREFILL, add_model
 from kvferry.cli.serve.flags import add_flags as add_cluster_flags
 from kvferry.cli.sides import add_flags
+from kvferry.endpoint.config import ProofMode
 from kvferry.plan import TransferMode
+from kvferry.testing.faulty_transport import ContentFault
 
 TRANSFER_EXAMPLE = """example:
   kvferry bench transfer --transport nixl --prefill tp=1,page=16 --decode tp=2,page=16 \\
       --layers 16 --kv-heads 8 --head-dim 128 --dtype bfloat16 --tokens 4096 --mode auto --json
+  kvferry bench transfer --prefill tp=4 --decode tp=1 --inject swap-layers
 
 One process per rank, every byte verified. Pages are in random order unless `--pages contiguous`
 makes them consecutive on both sides. `memcpy_seconds` is a plain copy of the same number of bytes
 in the same run: the limit of this machine's memory.
+
+exit status: 0 if every byte was right, 1 if not, or after --inject, 2 bad input.
 """
 
 CONTROL_EXAMPLE = """example:
@@ -82,6 +87,9 @@ def _add_transfer(kinds: argparse._SubParsersAction[Any]) -> None:
     add("--staging-mib", metavar="N", help="staging memory in MiB (64)")
     add("--slot-mib", metavar="N", help="size of a staging slot in MiB")
     add("--timeline", action="store_true", help="list each step of the last repetition")
+    faults = [str(fault) for fault in ContentFault]
+    damage = f"damage a transfer, which must end in content-corrupt: {', '.join(faults)}"
+    add("--inject", choices=faults, metavar="KIND", help=damage)
     _add_common(parser, "transfer")
 
 
@@ -103,6 +111,8 @@ def _add_common(parser: argparse.ArgumentParser, module: str) -> None:
     add("--device", default="cpu", help="where the pools are: cpu or cuda")
     transports = "auto (default): the best that works; or shm, cuda, nixl, mooncake, shm,nixl, ..."
     add("--transport", default="auto", metavar="NAME", help=transports)
+    modes = [str(mode) for mode in ProofMode]
+    add("--proof", choices=modes, help="compare content (sampled; full with --inject)")
     add("--json", action="store_true", help="print one JSON document")
     parser.set_defaults(run=lambda args: _run(module, args))
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from kvferry.cli.needs import demand_transport
 from kvferry.cli.parsing import show, whole
 from kvferry.cli.printing import print_document
+from kvferry.endpoint.config import EndpointConfig, ProofMode
 from kvferry.errors import InputError
 from kvferry.layout import Layout, Parallel, attention
 from kvferry.plan import Request
@@ -47,9 +48,10 @@ def run(args: argparse.Namespace) -> int:
     device = Device.parse(args.device)
     demand_transport(args.transport)
     rooms = whole("--rooms")(args.rooms)
-    measured = measure(levels, rooms, args.transport, str(device), tell=not args.json)
+    proof = ProofMode(args.proof or ProofMode.SAMPLED)
+    measured = measure(levels, rooms, args.transport, str(device), proof, tell=not args.json)
     if args.json:
-        asked = {"transport": args.transport, "device": str(device)}
+        asked = {"transport": args.transport, "device": str(device), "proof": str(proof)}
         print_document(asked | {"levels": msgspec.to_builtins(measured)})
     else:
         _print(measured)
@@ -57,12 +59,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(
-    levels: list[int], num_rooms: int, transport: str, device: str, *, tell: bool
+    levels: list[int],
+    num_rooms: int,
+    transport: str,
+    device: str,
+    proof: ProofMode = ProofMode.SAMPLED,
+    *,
+    tell: bool,
 ) -> list[ControlLevel]:
     """Measure one source process and one target process at each concurrency."""
     spec = attention(layers=2, kv_heads=2, head_dim=64)
     layout = Layout(spec, Parallel(), page_tokens=PAGE_TOKENS)
-    sides = [FleetSide(name, layout, 2 * max(levels) + 2) for name in ("prefill", "decode")]
+    config = EndpointConfig(proof=proof)
+    num_pages = 2 * max(levels) + 2
+    sides = [FleetSide(name, layout, num_pages, config) for name in ("prefill", "decode")]
     status = Console(stderr=True, quiet=not tell)
     started = status.status("starting two processes")
     with started, Fleet(*sides, transport=transport, device=device) as fleet:

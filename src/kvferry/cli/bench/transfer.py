@@ -16,17 +16,19 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
+from kvferry.cli.bench.inject import run_injected
 from kvferry.cli.bench.timeline import TimelineStep, print_timeline, timeline_of
 from kvferry.cli.needs import demand_transport
 from kvferry.cli.parsing import whole
 from kvferry.cli.printing import EXIT_REFUSED, print_document, print_refusal
 from kvferry.cli.sides import Sides, both_sides, read_side, read_spec
-from kvferry.endpoint.config import EndpointConfig
+from kvferry.endpoint.config import EndpointConfig, ProofMode
 from kvferry.errors import InputError, Refused
 from kvferry.plan import PRESETS, Plan, Request, TransferMode, check, estimate, reshard
 from kvferry.plan.units import MIB, human_bytes, human_seconds
 from kvferry.protocol.outcome import Status
 from kvferry.regions import Device
+from kvferry.testing.faulty_transport import ContentFault
 from kvferry.testing.fleet import Fleet, FleetSide, RankProcess
 
 TIMEOUT_S = 120.0
@@ -62,6 +64,7 @@ class TransferReport(msgspec.Struct, kw_only=True):
     pieces: int
     staging_bytes: int
     verified: bool
+    proof: str
     timeline: list[TimelineStep] = []
 
 
@@ -77,6 +80,7 @@ class TransferJob(NamedTuple):
     config: EndpointConfig
     pages: PageOrder
     timeline: bool = False
+    fault: ContentFault | None = None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -84,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
     job = _read(args)
     if isinstance(job, int):
         return job
+    if job.fault is not None:
+        return run_injected(job, job.fault, as_json=args.json)
     report = measure(job, show=not args.json)
     if args.json:
         print_document(msgspec.to_builtins(report))
@@ -107,6 +113,12 @@ def _read(args: argparse.Namespace) -> TransferJob | int:
     check(plan)
     demand_transport(args.transport)
     mode = None if args.mode == "auto" else TransferMode(args.mode)
+    fault = ContentFault(args.inject) if args.inject else None
+    if fault is not None and fault.needs_pieces:
+        mode = mode or TransferMode.SLICES
+        if mode is TransferMode.STAGED:
+            raise InputError(f"{fault} can't be made in staged writes; use another --mode")
+    proof = args.proof or (ProofMode.SAMPLED if fault is None else ProofMode.FULL)
     # Raises InputError if the plan does not allow the mode.
     estimate(plan, request, PRESETS["nixl-host"], override=mode)
     sizes = {
@@ -117,12 +129,14 @@ def _read(args: argparse.Namespace) -> TransferJob | int:
         )
         if text
     }
-    config = msgspec.structs.replace(EndpointConfig(mode=mode, deadline_s=TIMEOUT_S), **sizes)
+    config = msgspec.structs.replace(
+        EndpointConfig(mode=mode, deadline_s=TIMEOUT_S, proof=ProofMode(proof)), **sizes
+    )
     chunk = whole("--chunk")(args.chunk) if args.chunk else request.num_tokens
     repeat = whole("--repeat")(args.repeat)
     pages = PageOrder(args.pages)
     where = args.transport, args.device
-    return TransferJob(plan, request, *where, chunk, repeat, config, pages, args.timeline)
+    return TransferJob(plan, request, *where, chunk, repeat, config, pages, args.timeline, fault)
 
 
 # ---------------------------------------------------------------- measuring
@@ -278,6 +292,7 @@ def _report(job: TransferJob, fleet: Fleet, timed: _TimedTransfers) -> TransferR
         pieces=timed.num_pieces // job.repeat,
         staging_bytes=max(fleet.all(fleet.ranks, "staging_bytes")),
         verified=timed.verified,
+        proof=str(job.config.proof),
         timeline=timed.timeline,
     )
 
@@ -294,6 +309,7 @@ def _print(report: TransferReport) -> None:
         f"  a plain copy of the same bytes takes {human_seconds(report.memcpy_seconds)}: "
         f"{report.memcpy_ratio:.2f} times that"
     )
+    print(f"  proof of content: {report.proof}")
     print(f"  staging {human_bytes(report.staging_bytes)} for each endpoint at most")
     print("  every byte was right" if report.verified else "  BYTES WERE WRONG")
     print_timeline(report.timeline)

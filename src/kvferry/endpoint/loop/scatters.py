@@ -15,6 +15,7 @@ from kvferry.endpoint.control.unix import UnixListener
 from kvferry.endpoint.copy_thread import Copier
 from kvferry.endpoint.incoming import Incoming
 from kvferry.endpoint.jobs import ScatterJob
+from kvferry.endpoint.loop.proofs import ContentProofs
 from kvferry.endpoint.loop.rooms import RoomTable
 from kvferry.endpoint.peer_metadata import PeerMetadata
 from kvferry.endpoint.setup import EndpointSetup
@@ -25,7 +26,7 @@ from kvferry.layout.intervals import Span
 from kvferry.plan.bind import Binding, BindingTemplate, RankPair
 from kvferry.plan.binding_cache import PairPools
 from kvferry.plan.plan import Block
-from kvferry.protocol.events import Cancel, Connect, Event, Scatter, Scattered
+from kvferry.protocol.events import Cancel, Connect, Event, Prove, Scatter, Scattered
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.telemetry.observer import Observer
 from kvferry.telemetry.steps import StepKind
@@ -48,6 +49,11 @@ class StagedScatters:
     observer: Observer
     answer: Callable[[Event], None]
     connect_unix: Callable[[Peer, UnixListener], None]
+    proofs: ContentProofs
+
+    def prove(self, action: Prove) -> None:
+        """Compute sums of a room's pages, and answer ``Proven``, once."""
+        self.proofs.prove(action)
 
     def scatter(self, action: Scatter) -> None:
         """Copy a slot into its pages."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvferry.discovery.records import InstanceView
 from kvferry.endpoint.incoming import Incoming
-from kvferry.endpoint.jobs import ScatterJob, WriteJob
+from kvferry.endpoint.jobs import ProofJob, ScatterJob, WriteJob
 from kvferry.endpoint.loop.channels import Channel, SourceChannel, TargetChannel
 from kvferry.endpoint.loop.directory import Directory
 from kvferry.endpoint.loop.links import TargetLinkTable
@@ -133,9 +133,11 @@ class SourceSide(LoopSide):
     # Rooms whose next step waits for a GPU event.
     _waiting: dict[Outgoing, None] = field(default_factory=dict)
 
-    def handle_result(self, result: WriteJob | Reached | Measured) -> None:
+    def handle_result(self, result: WriteJob | ProofJob | Reached | Measured) -> None:
         """Handle a result of the transport thread or the copier."""
-        if isinstance(result, WriteJob):
+        if isinstance(result, ProofJob):
+            self.writes.proofs.proven(result)
+        elif isinstance(result, WriteJob):
             self.writes.resume(result)
         elif isinstance(result, Reached):
             self.links.reached(result)
@@ -236,9 +238,12 @@ class TargetSide(LoopSide):
     scatters: StagedScatters
     directory: Directory
 
-    def handle_result(self, result: ScatterJob) -> None:
+    def handle_result(self, result: ScatterJob | ProofJob) -> None:
         """Handle a result of the copier."""
-        self.scatters.copied(result)
+        if isinstance(result, ProofJob):
+            self.scatters.proofs.proven(result)
+        else:
+            self.scatters.copied(result)
 
     def receive(self, handle: Incoming) -> None:
         """Open a room, when its instance is known."""

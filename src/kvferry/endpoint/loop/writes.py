@@ -17,6 +17,7 @@ from kvferry.endpoint.copy_thread import Copier
 from kvferry.endpoint.jobs import WriteJob
 from kvferry.endpoint.loop.chooser import Chooser
 from kvferry.endpoint.loop.links import TargetLinkTable
+from kvferry.endpoint.loop.proofs import ContentProofs
 from kvferry.endpoint.loop.rooms import RoomTable
 from kvferry.endpoint.outgoing import Outgoing
 from kvferry.endpoint.poll_backoff import MIN_SLEEP_S, backoff_s
@@ -33,6 +34,7 @@ from kvferry.protocol.events import (
     Event,
     Gather,
     Post,
+    Prove,
     Write,
     WriteEnded,
     WriteFate,
@@ -101,6 +103,7 @@ class TransportWrites:
     observer: Observer
     answer: Callable[[Event], None]
     send_note: Callable[[Op], None]
+    proofs: ContentProofs
     inline: InlineWrites = field(default_factory=InlineWrites)
     # Early gathers that are not finished, or were neither posted nor discarded.
     early: dict[Op, WriteJob] = field(default_factory=dict)
@@ -116,6 +119,10 @@ class TransportWrites:
     def forget(self, session: Session) -> None:
         """Release the resources of a session that has no write in flight."""
         self.links.forget(session)
+
+    def prove(self, action: Prove) -> None:
+        """Compute sums of a room's pages, and answer ``Proven``, once."""
+        self.proofs.prove(action)
 
     def choose(self, action: Choose) -> None:
         """Bind blocks to the room's pages, and answer with the faster mode of each."""

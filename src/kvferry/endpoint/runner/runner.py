@@ -34,6 +34,7 @@ from kvferry.protocol.events import (
     Open,
     OwnStall,
     Post,
+    Prove,
     Receive,
     Received,
     Release,
@@ -80,6 +81,9 @@ class DataPort(Protocol):
 
     def connect(self, action: Connect) -> None:
         """Connect to a target's memory. At a target: note that a source writes here."""
+
+    def prove(self, action: Prove) -> None:
+        """Compute sums of a room's pages, and answer ``Proven``, once."""
 
     def forget(self, session: Session) -> None:
         """Release the resources of a session in which nothing is written any more."""
@@ -270,6 +274,8 @@ class MachineRunner(Generic[M, D]):
                 ports.data.connect(action)
             case Disconnect(session=session):
                 self._disconnect(session)
+            case Prove():
+                ports.data.prove(action)
             case Forget(session=session):
                 self.sessions.abandon(session)
             case _:

@@ -7,18 +7,17 @@ regions. numba is imported on first use, so a machine with GPU memory only does 
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import threading
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from kvferry.errors import InputError
+from kvferry.memory.compiled import CompiledLoop
 from kvferry.plan.bind import Binding, BindingPart
+
+_loop = CompiledLoop("kvferry.memory.copy.native", "copy_part")
 
 
 def copy_binding(
@@ -55,44 +54,3 @@ def _arguments(
     into = [targets[base.region] + base.offset for part in parts for base in part.target_bases]
     bases = np.array(from_, dtype=np.int64), np.array(into, dtype=np.int64)
     return bases, pieces[:5], (*pieces.row_stride, *pieces.col_stride)
-
-
-# ---------------------------------------------------------------- compiling
-
-
-class _Loop:
-    """The compiled loop. The first thread that needs it compiles it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._compiled: Callable[..., bool] | None = None
-
-    def get(self) -> Callable[..., bool]:
-        """Return the compiled loop."""
-        if self._compiled is None:
-            with self._lock:
-                self._compiled = self._compiled or _compile()
-        return self._compiled
-
-
-_loop = _Loop()
-
-
-def _compile() -> Callable[..., bool]:
-    native = importlib.import_module("kvferry.memory.copy.native")
-    # numba writes its cache index before the code, so another process may find an incomplete
-    # entry. With a name that is unique to source, version and processor, what a process finds
-    # is either missing or the same code.
-    native.copy_part.__qualname__ = f"copy_part_{_fingerprint(native)}"
-    loop: Callable[..., bool]
-    try:
-        loop = native.compiled(cache=True)
-    except (OSError, RuntimeError):
-        # Neither the package's folder nor the user's cache folder is writable.
-        loop = native.compiled(cache=False)
-    return loop
-
-
-def _fingerprint(native: Any) -> str:
-    source = Path(native.__file__).read_bytes()
-    return hashlib.sha256(repr((source, native.platform())).encode()).hexdigest()[:16]

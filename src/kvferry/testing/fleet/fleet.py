@@ -16,6 +16,7 @@ from kvferry.layout.layout import Layout
 from kvferry.plan.plan import Request
 from kvferry.protocol.outcome import Done, Outcome
 from kvferry.security.keys import ClusterKey
+from kvferry.testing.faulty_transport import ContentFault
 from kvferry.testing.fleet.pools import RoomPages
 from kvferry.testing.fleet.process import RankError, RankProcess
 from kvferry.testing.fleet.worker import RankSpec
@@ -67,13 +68,17 @@ class PageAllocator:
 
 
 class FleetSide(NamedTuple):
-    """An instance to start: its layout, and the pages and state rows of each rank."""
+    """An instance to start: its layout, and the pages and state rows of each rank.
+
+    Each rank of a prefill instance makes one ``fault``.
+    """
 
     name: str
     layout: Layout
     num_pages: int
     config: EndpointConfig = EndpointConfig()
     num_rows: int = 16
+    fault: ContentFault | None = None
 
 
 class Cut(NamedTuple):
@@ -164,6 +169,7 @@ class Fleet:
             num_pages=side.num_pages,
             num_rows=side.num_rows,
             config=side.config,
+            fault=side.fault,
         )
         return [RankProcess(replace(spec, rank=rank)) for rank in range(side.layout.num_ranks)]
 

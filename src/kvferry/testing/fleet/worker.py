@@ -34,6 +34,7 @@ from kvferry.plan.plan import Request
 from kvferry.protocol.outcome import Outcome
 from kvferry.regions import Device
 from kvferry.security.keys import ClusterKey
+from kvferry.testing.faulty_transport import ContentFault, FaultyTransport
 from kvferry.testing.fleet.inspector import RankInspector
 from kvferry.testing.fleet.pools import (
     Content,
@@ -67,6 +68,8 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     key_file: str | None = None
     config: EndpointConfig = EndpointConfig()
+    # A source makes this fault in a write.
+    fault: ContentFault | None = None
 
 
 class RankRooms:
@@ -115,6 +118,11 @@ class FleetRankWorker:
     def __init__(self, spec: RankSpec) -> None:
         self.spec = spec
         transports = make_transports(spec.transport, spec.config.host, spec.config.options)
+        self._faulty: list[FaultyTransport] = []
+        if spec.fault is not None and spec.role == "source":
+            fault, cache = spec.fault, spec.layout.spec
+            self._faulty = [FaultyTransport(each, fault, cache) for each in transports]
+            transports = TransportSet(transports.name, self._faulty, lenient=False)
         memory, self._mirror = self._allocate(transports)
         self.pools = TestPools(spec.layout, spec.rank, memory, self._mirror.arrays)
         self.clear()
@@ -160,6 +168,10 @@ class FleetRankWorker:
         return memory, Mirror(memory.owners)
 
     # ------------------------------------------------------------ any rank
+
+    def num_faults(self) -> int:
+        """Number of faults that were made here."""
+        return sum(transport.made for transport in self._faulty)
 
     def clear(self) -> None:
         """Fill the pools with the background."""

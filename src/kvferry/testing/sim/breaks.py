@@ -46,6 +46,7 @@ from kvferry.protocol.messages import (
 )
 from kvferry.protocol.outbound import ActiveWrite, OutboundTransfer, OutboundTransfers
 from kvferry.protocol.outcome import Failure, FailureCode
+from kvferry.protocol.proofs import SourceProofs, TargetProofs
 from kvferry.protocol.slots import EarlyGather, LocalSlots
 from kvferry.protocol.source import SourceMachine, SourceParts
 from kvferry.protocol.states import LinkState
@@ -135,6 +136,32 @@ class DigestIgnored(Ledger):
         failure = super().problem(close)
         differs = failure is not None and failure.code is FailureCode.CONTENT_DIFFERS
         return None if differs else failure
+
+
+@broken_rule(target_part("proofs"), flip=0.3)
+class OneSourceUnproven(TargetProofs):
+    """The sums of one source of a room are not compared."""
+
+    def prove(self, room: TargetRoom) -> bool:
+        first = room.inbounds[min(room.inbounds)]
+        first.proof_begun = first.is_proven = True
+        return super().prove(room)
+
+
+@broken_rule(target_part("ledger"), flip=1e-9)
+class CompareBeforeScatter(Ledger):
+    """Sums are compared although a scatter of the room has not ended."""
+
+    def missing(self, source: int) -> int:
+        return 0
+
+
+@broken_rule(source_part("proofs"), flip=1e-9, cancel_source=0.3)
+class ReleaseWhileProven(SourceProofs):
+    """Pages are released although sums of them are being computed."""
+
+    def reads(self, outbound: OutboundTransfer) -> bool:
+        return False
 
 
 @broken_rule(machine("source"))

@@ -113,12 +113,14 @@ def table_sizes(machine: SourceMachine | TargetMachine) -> dict[str, int]:
     if isinstance(machine, SourceMachine):
         return sizes | {
             "writes": len(machine.inflight.writes),
+            "proofs": len(machine.proofs.under_way),
             "undecided": len(machine.writes.undecided),
             "local slots in use": machine.config.local_slots - len(machine.inflight.slots),
         }
     return sizes | {
         "scatters": len(machine.scatters.under_way),
         "accounts": len(machine.credits.accounts),
+        "proofs": len(machine.proofs.under_way),
         "declines": len(machine.declines.waiting),
         "slots in use": machine.staging.num_slots - len(machine.credits.free),
     }

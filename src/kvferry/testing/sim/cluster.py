@@ -136,6 +136,8 @@ class ClusterShape:
     early_gather_slots: int = 0
     local_slots: int | None = None
     idle_s: float = CONFIG.idle_s
+    # Parts of the rooms, and of their cells, whose content is proven.
+    proof: tuple[float, float] = (0.0, 1.0)
     num_pages: int = 24
     num_rows: int = 6
 
@@ -161,6 +163,10 @@ class ClusterShape:
             num_rows=2 if tight else 8,
             early_gather_slots=rng.choice([0, 1, 2]),
             local_slots=rng.choice([None, None, 1]),
+            # Only a full proof is sure to find a wrong byte.
+            proof=(1.0, 1.0)
+            if faults.flip
+            else rng.choice([(0.0, 1.0), (1.0, 1.0), (1.0, 0.5), (0.5, 1.0)]),
         )
 
     @property
@@ -172,6 +178,8 @@ class ClusterShape:
             early_gather_slots=self.early_gather_slots,
             local_slots=local_slots,
             idle_s=self.idle_s,
+            proof_rooms=self.proof[0],
+            proof_share=self.proof[1],
         )
 
 

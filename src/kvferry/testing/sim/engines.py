@@ -38,7 +38,7 @@ from kvferry.protocol.events import (
     Write,
 )
 from kvferry.protocol.messages import Envelope, Offer, PageTableMessage
-from kvferry.protocol.outcome import Done, Outcome
+from kvferry.protocol.outcome import Done, FailureCode, Outcome
 from kvferry.testing.sim.jobs import SimJob, SimPush
 from kvferry.testing.sim.memory import SimAllocation, SimMemory, fetch
 from kvferry.testing.sim.nodes import Node
@@ -250,6 +250,9 @@ class TargetNode(Node):
     def check_outcome(self, room: Room, outcome: Outcome) -> None:
         """Check every byte of a room that is done."""
         if not isinstance(outcome, Done):
+            corrupt = outcome.code is FailureCode.CONTENT_CORRUPT
+            if corrupt and room not in self.world.flipped:
+                self.world.violate("never corrupts", f"{self.peer} doubts right content", room)
             self.on_failure(room)
             return
         if self.is_stranger:

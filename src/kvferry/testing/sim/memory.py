@@ -6,6 +6,7 @@ misplaced or from another room is found. Released memory is poisoned, so a late 
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,8 +18,10 @@ from kvferry.layout.layout import Layout, Order, Shard
 from kvferry.layout.spec import Group, StateRow
 from kvferry.layout.tokens import Tokens
 from kvferry.plan.bind import Descriptors, PagedView
+from kvferry.plan.content import ContentView, cell_entries, cells_between, num_chosen
 from kvferry.plan.places import PageTable, contiguous_pools
 from kvferry.plan.plan import Request
+from kvferry.protocol.events import Prove
 
 Bytes = NDArray[np.uint8]
 Index = NDArray[np.int64]
@@ -63,7 +66,8 @@ class SimMemory:
         self.hits = [np.zeros(size, np.uint8) for size in pools.region_bytes]
         self.slots = [np.full(slot_bytes, POISON, np.uint8) for _ in range(num_slots)]
         self._layout = layout
-        self._shards: dict[str, Shard] = {one.group: one for one in layout.rank_shards(rank)}
+        self._all_shards = layout.rank_shards(rank)
+        self._shards: dict[str, Shard] = {one.group: one for one in self._all_shards}
         self._groups = {group.name: group for group in layout.spec.groups}
         self._layers = {name: self._layers_of(name) for name in self._shards}
         self._free = {
@@ -182,6 +186,24 @@ class SimMemory:
                 if not np.array_equal(one.values[pages, within], expected):
                     return f"{where}: wrong bytes"
         return None
+
+    def sums(self, action: Prove, allocation: SimAllocation) -> bytes:
+        """Return the sums of a proof: a hash of each entry with its coordinates, added up."""
+        about = action.plan, action.pair, action.request, action.proof
+        side = self.side(allocation)
+        view = ContentView(self._layout, self._all_shards, side.pools, side.tables)
+        sums = [0] * num_chosen(cells_between(*about))
+        for each in cell_entries(*about, view):
+            rows = zip(each.cells.tolist(), each.bases, each.labels.tolist(), strict=True)
+            for cell, base, label in rows:
+                for at, position in zip(each.offsets, each.positions.tolist(), strict=True):
+                    for index, unit in enumerate(range(each.units.first, each.units.end)):
+                        first = base.offset + int(at) + index * each.unit_stride
+                        content = self.regions[base.region][first : first + each.unit_bytes]
+                        named = f"{label} {position} {unit} ".encode() + content.tobytes()
+                        value = hashlib.blake2b(named, digest_size=8).digest()
+                        sums[cell] += int.from_bytes(value, "little")
+        return b"".join((value % 2**64).to_bytes(8, "little") for value in sums)
 
     # ------------------------------------------------------------ transfers
 

@@ -13,9 +13,19 @@ from typing import Any
 
 from kvferry.endpoint.runner.runner import MachineRunner, frame_event
 from kvferry.endpoint.runner.sessions import SessionRecord
-from kvferry.ids import Peer, Room, Session
+from kvferry.ids import Op, Peer, Room, Session
 from kvferry.protocol.codec import BadFrame
-from kvferry.protocol.events import Cancel, Event, Release, Report, Send, WriteEnded, WriteFate
+from kvferry.protocol.events import (
+    Cancel,
+    Event,
+    Prove,
+    Proven,
+    Release,
+    Report,
+    Send,
+    WriteEnded,
+    WriteFate,
+)
 from kvferry.protocol.messages import Envelope
 from kvferry.protocol.outcome import Failure, FailureCode, Outcome
 from kvferry.testing.sim.checks import NodeChecks, table_sizes
@@ -129,6 +139,7 @@ class Node(ABC):
         self.outcomes: dict[Room, Outcome] = {}
         self.allocations: dict[Room, SimAllocation] = {}
         self.due: dict[Room, float] = {}
+        self.proving: dict[Op, Prove] = {}
         self._tick_at: float | None = None
         # Events collected while a process catches up, for one turn.
         self._batch: list[Event] | None = None
@@ -231,11 +242,31 @@ class Node(ABC):
         if allocation is None or room not in self.outcomes:
             self.world.violate("never leaks", f"{self.peer} released a room not reported", room)
             return
+        if any(action.room == room for action in self.proving.values()):
+            self.world.violate("never reuses", f"{self.peer} released pages being proven", room)
         self.check_release(room)
         self.memory.release(allocation)
 
     def check_release(self, room: Room) -> None:  # noqa: B027
         """Check that a room's memory may be released."""
+
+    def prove(self, action: Prove) -> None:
+        """Compute sums of a room's pages after a while."""
+        self.world.record(self.peer, ">", action)
+        self.proving[action.op] = action
+        self.world.at(0.001 + self.world.rng.random() * 0.02, lambda: self._prove(action))
+
+    def _prove(self, action: Prove) -> None:
+        if not self.process.alive:
+            return
+        if self.process.defer(lambda: self._prove(action)):
+            return
+        allocation = self.allocations.get(action.room)
+        if allocation is None:
+            self.world.violate("never reuses", "a proof of released pages", action.room)
+            return
+        del self.proving[action.op]
+        self.deliver(Proven(action.op, self.memory.sums(action, allocation)))
 
     # ------------------------------------------------------------ engine
 

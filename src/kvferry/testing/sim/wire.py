@@ -286,6 +286,9 @@ class Wire:
         if flight.fate is WriteFate.FAILED and self.world.rng.random() < 0.5:
             chosen = slice(0, half)
             torn = False
+        if data[chosen] and self.world.inject("flip"):
+            data[chosen] = [_flipped(data[chosen][0]), *data[chosen][1:]]
+            self.world.flipped.add(flight.action.transfer.room)
         self._store(flight, pieces, data, chosen)
         if torn:
             self.world.at(self.world.rng.random() * 0.3, lambda: self._land(flight, part=1))
@@ -372,3 +375,8 @@ class Wire:
                 if flight.fate is not WriteFate.UNKNOWN:
                     fate = WriteFate.FAILED if self.world.rng.random() < 0.7 else WriteFate.UNKNOWN
                     self._answer(flight.source, WriteEnded(flight.action.op, fate))
+
+
+def _flipped(data: bytes) -> bytes:
+    """Return data with one bit of its first byte flipped."""
+    return bytes([data[0] ^ 1]) + data[1:]

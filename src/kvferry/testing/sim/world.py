@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from kvferry.ids import Peer
+from kvferry.ids import Peer, Room
 from kvferry.protocol.codec import decode, encode
 from kvferry.protocol.messages import Arrived, Envelope
 
@@ -63,6 +63,7 @@ class Faults:
     leaves: int = 0
     unreached: float = 0.0
     late_choice: float = 0.0
+    flip: float = 0.0
 
     @staticmethod
     def draw(rng: random.Random) -> Faults:
@@ -93,6 +94,8 @@ class World:
         self.counts: Counter[str] = Counter()
         self.history: deque[tuple[float, Peer, str, object]] = deque(maxlen=MAX_HISTORY)
         self.intercept: Interceptor | None = None
+        # Rooms of which a write landed with a wrong byte.
+        self.flipped: set[Room] = set()
         self.past_frames: list[tuple[Peer, bytes]] = []
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0

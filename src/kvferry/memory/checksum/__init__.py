@@ -1,0 +1,1 @@
+"""Checksums of cache content in host memory."""

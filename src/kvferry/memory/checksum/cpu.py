@@ -1,0 +1,78 @@
+"""Sums of the cells of a room in host memory.
+
+The loop in ``checksum.native`` releases the GIL, and any thread may call it. Addresses are not
+checked: the caller must ensure that entries lie inside their regions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from kvferry.memory.compiled import CompiledLoop
+from kvferry.plan.content import CellEntries, Words, chunk_keys
+
+# Content per step, about a millisecond: other work of a thread need not wait longer.
+STEP_BYTES = 8 << 20
+
+_loop = CompiledLoop("kvferry.memory.checksum.native", "add_entries")
+
+
+def warm_up() -> None:
+    """Compile the loop, or load it from the disk cache."""
+    _loop.get()
+
+
+class CellSums:
+    """The sums of chosen cells, computed step by step.
+
+    ``addresses`` are those of the regions. Iterating over ``entries`` may raise ``InputError``.
+    """
+
+    def __init__(
+        self, seed: int, num_cells: int, entries: Iterable[CellEntries], addresses: Sequence[int]
+    ) -> None:
+        self._keys = chunk_keys(seed)
+        self._steps = (step for each in entries for step in _steps(each))
+        self._addresses = addresses
+        self._sums: Words = np.zeros(num_cells, dtype=np.uint64)
+
+    def step(self) -> bool:
+        """Add some content. Return False if there was none left."""
+        entries = next(self._steps, None)
+        if entries is None:
+            return False
+        first = [self._addresses[base.region] + base.offset for base in entries.bases]
+        sums: Words = np.zeros(len(first), dtype=np.uint64)
+        units = entries.units
+        _loop.get()(
+            self._keys,
+            (np.array(first, dtype=np.int64), entries.labels),
+            (entries.offsets, entries.positions),
+            (len(units), units.first, entries.unit_stride, entries.unit_bytes),
+            sums,
+        )
+        self._sums[entries.cells] += sums
+        return True
+
+    def finish(self) -> bytes:
+        """Add the rest of the content and return the sums as little-endian words."""
+        while self.step():
+            pass
+        return self.result
+
+    @property
+    def result(self) -> bytes:
+        """The sums so far as little-endian words."""
+        return self._sums.astype("<u8").tobytes()
+
+
+def _steps(entries: CellEntries) -> Iterable[CellEntries]:
+    """Cut entries by layers into parts of about ``STEP_BYTES``."""
+    num_layers = max(1, STEP_BYTES // entries.layer_bytes)
+    for first in range(0, len(entries.bases), num_layers):
+        some = slice(first, first + num_layers)
+        yield entries._replace(
+            cells=entries.cells[some], bases=entries.bases[some], labels=entries.labels[some]
+        )
