@@ -179,7 +179,7 @@ async def measure(url: str, workers: list[str], seconds: float, rounds: int) -> 
         offered = []
         for _ in range(rounds):
             await phase("peak", closed_loop(ask, num_clients, seconds))
-            offered.append(OVERLOAD * mean_rate(phases["peak"]))
+            offered.append(OVERLOAD * mean_rate(phases["peak"][-1:]))
             await phase("overload", open_loop(ask, offered[-1], seconds, numbers))
         await phase("peak", closed_loop(ask, num_clients, seconds))
         carried = await carried_bytes(http, workers)
