@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from kvferry.plan.places import Base, Placement, PoolMap, Pools, contiguous_pools
     from kvferry.plan.plan import Plan, Request
     from kvferry.plan.reshard import reshard
+    from kvferry.prefix import PrefixChain, prefix_chain
     from kvferry.protocol.outcome import Done, Failure, FailureCode, Outcome, Status
     from kvferry.regions import Device, Region
     from kvferry.security.keys import ClusterKey, checked_bind_address, resolve_ip
@@ -124,6 +125,7 @@ __all__ = [
     "PoolArrays",
     "PoolMap",
     "Pools",
+    "PrefixChain",
     "ProtocolConfig",
     "RankAgreement",
     "RankRecord",
@@ -169,6 +171,7 @@ __all__ = [
     "make_transports",
     "model_fingerprint",
     "new_incarnation",
+    "prefix_chain",
     "read_config",
     "ready_transports",
     "reshard",
@@ -218,6 +221,7 @@ _HOMES = {
     "plan.places": "Base Placement PoolMap Pools contiguous_pools",
     "plan.plan": "Plan Request",
     "plan.reshard": "reshard",
+    "prefix": "PrefixChain prefix_chain",
     "protocol.outcome": "Done Failure FailureCode Outcome Status",
     "regions": "Device Region",
     "security.keys": "ClusterKey checked_bind_address resolve_ip",
