@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvferry.endpoint.freeze_gc import freeze_gc
     from kvferry.endpoint.incoming import Incoming
     from kvferry.endpoint.layer_push_tuner import EventRecorder, LayerPushTuner, Layers
+    from kvferry.endpoint.lookups import PrefixQuery
     from kvferry.endpoint.outgoing import Outgoing, Waitable
     from kvferry.endpoint.rank_agreement import RankAgreement
     from kvferry.endpoint.setup import make_transport, make_transports, new_incarnation
@@ -126,6 +127,7 @@ __all__ = [
     "PoolMap",
     "Pools",
     "PrefixChain",
+    "PrefixQuery",
     "ProtocolConfig",
     "RankAgreement",
     "RankRecord",
@@ -200,6 +202,7 @@ _HOMES = {
     "endpoint.freeze_gc": "freeze_gc",
     "endpoint.incoming": "Incoming",
     "endpoint.layer_push_tuner": "EventRecorder Layers LayerPushTuner",
+    "endpoint.lookups": "PrefixQuery",
     "endpoint.outgoing": "Outgoing Waitable",
     "endpoint.setup": "make_transport make_transports new_incarnation",
     "endpoint.source": "SourceEndpoint",

@@ -57,6 +57,17 @@ class Incoming(Handle):
         return pages_of(self._layout, self._rank, self.request.tables, blocks)
 
     @property
+    def num_tokens(self) -> int:
+        """First tokens of the request that are in its pages, with its prefix; 0 before it is done.
+
+        Less than asked for after a pull whose holder had less.
+        """
+        outcome = self.outcome
+        if not isinstance(outcome, Done):
+            return 0
+        return self.request.request.num_tokens if outcome.pulled is None else outcome.pulled
+
+    @property
     def metadata(self) -> bytes:
         """Metadata that the lead source passed to ``close``; empty before the room is done."""
         outcome = self.outcome

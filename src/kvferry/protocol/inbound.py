@@ -19,6 +19,9 @@ from kvferry.protocol.messages import (
     MIN_REMAINING_S,
     Abort,
     Arrived,
+    Ask,
+    Drained,
+    Holding,
     Offer,
     RoomMessage,
     StatusPoll,
@@ -55,6 +58,11 @@ class InboundTransfer:
         """Advance to the next state."""
         self.state = advance(INBOUND, self.state, step)
 
+    @property
+    def is_offered(self) -> bool:
+        """Whether the source may have an Offer, and so may write."""
+        return self.state not in (InboundState.CONNECTING, InboundState.ASKING)
+
     def answered(self) -> None:
         """Handle an answer of the source about this room."""
         if self.state is not InboundState.QUIET:
@@ -73,7 +81,7 @@ class InboundTransfer:
 
 @dataclass(slots=True, eq=False)
 class TargetRoom:
-    """One room of one target rank."""
+    """One room of one target rank. ``pulled`` has the length of a pull, once it is known."""
 
     name: Room
     wanted: ReceiveRequest
@@ -83,6 +91,7 @@ class TargetRoom:
     inbounds: dict[int, InboundTransfer] = field(default_factory=dict)
     scatters: set[Op] = field(default_factory=set)
     metadata: bytes = b""
+    pulled: int | None = None
     failure: Failure | None = None
 
     @property
@@ -139,6 +148,12 @@ class InboundTransfers:
         inbound = room.inbounds.get(link.peer.rank)
         if inbound is None or inbound.link is not link:
             return None
+        if isinstance(body, Holding):
+            # It may come before the source's engine has opened the room.
+            return inbound
+        if not inbound.is_offered and not isinstance(body, Abort | Drained):
+            self._outbox.counts["misdirected"] += 1
+            return None
         inbound.accepted = True
         return inbound
 
@@ -149,13 +164,27 @@ class InboundTransfers:
                 if inbound.link is link:
                     yield inbound
 
+    def ask(self, inbound: InboundTransfer) -> None:
+        """Send Ask, if the source knows it."""
+        room = inbound.room
+        chain, prefix = room.wanted.chain, room.wanted.request.prefix
+        assert chain is not None
+        if inbound.state is InboundState.CONNECTING:
+            inbound.step(InboundStep.ASK)
+        if inbound.link.answers:
+            remaining_s = self._remaining_s(room)
+            self._send(inbound, Ask(room.name, room.generation, chain.short, prefix, remaining_s))
+
+    def _remaining_s(self, room: TargetRoom) -> float:
+        left_s = room.wanted.deadline - self._outbox.now
+        return min(max(MIN_REMAINING_S, left_s), MAX_REMAINING_S)
+
     def offer(self, inbound: InboundTransfer) -> None:
         """Send Offer."""
         room = inbound.room
-        if inbound.state is InboundState.CONNECTING:
+        if not inbound.is_offered:
             inbound.step(InboundStep.LINKED)
-        left_s = room.wanted.deadline - self._outbox.now
-        remaining_s = min(max(MIN_REMAINING_S, left_s), MAX_REMAINING_S)
+        remaining_s = self._remaining_s(room)
         request, tables = room.wanted.request, room.wanted.tables
         self._send(inbound, Offer(room.name, room.generation, request, tables, remaining_s))
         inbound.offer_seq = inbound.link.seq_out
@@ -166,7 +195,7 @@ class InboundTransfers:
         assert room.failure is not None
         self._send(inbound, Abort(room.name, room.generation, room.failure, inbound.accepted))
 
-    def _send(self, inbound: InboundTransfer, body: Offer | StatusPoll | Abort) -> None:
+    def _send(self, inbound: InboundTransfer, body: Ask | Offer | StatusPoll | Abort) -> None:
         inbound.sent_at = self._outbox.now
         self._links.send(inbound.link, body)
 
@@ -174,7 +203,7 @@ class InboundTransfers:
         """Return when to resend the last message or poll the source."""
         config = self._links.config
         match inbound.state:
-            case InboundState.OFFERED | InboundState.DRAINING:
+            case InboundState.ASKING | InboundState.OFFERED | InboundState.DRAINING:
                 return inbound.sent_at + config.resend_s
             case InboundState.ACCEPTED | InboundState.CLOSED:
                 return inbound.sent_at + config.status_poll_s
@@ -183,7 +212,9 @@ class InboundTransfers:
 
     def repeat(self, inbound: InboundTransfer, serials: tuple[Serial, ...]) -> None:
         """Resend what may have been lost. ``serials`` are the unused credits."""
-        if inbound.state is InboundState.OFFERED:
+        if inbound.state is InboundState.ASKING:
+            self.ask(inbound)
+        elif inbound.state is InboundState.OFFERED:
             self.offer(inbound)
         elif inbound.state is InboundState.DRAINING:
             self.abort(inbound)

@@ -11,10 +11,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
+from msgspec.structs import replace
+
 from kvferry.config import ProtocolConfig
 from kvferry.errors import Misuse, Refused
 from kvferry.ids import Generation, Op, Peer, Room
 from kvferry.plan.places import PoolMap
+from kvferry.plan.plan import Request
+from kvferry.prefix import SPAN_TOKENS
 from kvferry.protocol.credits import CreditBook
 from kvferry.protocol.declines import Declined, Declines
 from kvferry.protocol.events import (
@@ -45,6 +49,7 @@ from kvferry.protocol.messages import (
     Drained,
     Grant,
     Heartbeat,
+    Holding,
     Staging,
     Want,
     Welcome,
@@ -124,6 +129,8 @@ class TargetMachine(Machine):
                     inbound.answered()
             case Want():
                 self._on_want(link, body)
+            case Holding():
+                self._on_length(self.inbounds.find(link, body), body.num_tokens)
             case Abort():
                 inbound = self.inbounds.find(link, body)
                 if inbound:
@@ -159,8 +166,44 @@ class TargetMachine(Machine):
         for source in plan.contacts(self.me.rank):
             link = self.peers.link_to(Peer(event.prefill.name, source), plan)
             room.inbounds[source] = InboundTransfer(room, source, link, self.outbox.now)
-            if link.state is LinkState.UP:
-                self.inbounds.offer(room.inbounds[source])
+        for inbound in room.inbounds.values():
+            if inbound.link.state is LinkState.UP:
+                self._begin(inbound)
+
+    def _begin(self, inbound: InboundTransfer) -> None:
+        """Send a waiting transfer's first message over its link, which is up."""
+        room = inbound.room
+        if inbound.state is not InboundState.CONNECTING:
+            return
+        if room.wanted.chain is None:
+            self.inbounds.offer(inbound)
+        elif inbound.source == room.plan.source.lead:
+            self.inbounds.ask(inbound)
+            if not inbound.link.answers:
+                self._on_length(inbound, 0)
+
+    def _on_length(self, inbound: InboundTransfer | None, num_tokens: int) -> None:
+        """Go on with a pull whose length the lead answers: offer it, or end it if it is 0."""
+        if inbound is None or inbound.state is not InboundState.ASKING:
+            return
+        room, chain = inbound.room, inbound.room.wanted.chain
+        assert chain is not None
+        if num_tokens > chain.num_tokens or num_tokens % SPAN_TOKENS:
+            text = f"{inbound.link.peer} answers {num_tokens} tokens of {chain.num_tokens}"
+            self._fail(room, Failure.of(FailureCode.BAD_NOTE, text))
+            return
+        room.pulled = num_tokens
+        if num_tokens == 0:
+            # No source has an offer, and none has opened the room.
+            self._end_if_possible(room)
+            return
+        request = Request(num_tokens, min(room.wanted.request.prefix, num_tokens))
+        digest = chain.digest(num_tokens)
+        room.wanted = replace(room.wanted, request=request, digest=digest, chain=None)
+        room.ledger = self._new_ledger(room.plan, self.me.rank, request, digest)
+        for one in room.inbounds.values():
+            if one.link.state is LinkState.UP:
+                self.inbounds.offer(one)
 
     def _on_decline(self, event: Decline) -> None:
         if event.room in self.rooms:
@@ -187,8 +230,7 @@ class TargetMachine(Machine):
         """Send the offers that waited for the link."""
         before = link.seq_out
         for inbound in self.inbounds.of(link):
-            if inbound.state is InboundState.CONNECTING:
-                self.inbounds.offer(inbound)
+            self._begin(inbound)
         self._send_declines()
         if link.seq_out == before:
             # The source waits for a first frame with the complete session id.
@@ -275,8 +317,9 @@ class TargetMachine(Machine):
             self.outbox.do(Report(room.name, failure, room.unusable()))
             for inbound in room.inbounds.values():
                 link = inbound.link
-                if inbound.state is InboundState.CONNECTING and link.state is LinkState.GREETING:
-                    # The source has no offer: abort the room there once the link is up.
+                has_link = link.state in (LinkState.GREETING, LinkState.UP)
+                if not inbound.is_offered and has_link:
+                    # The source has no offer: abort the room there, once the link is up.
                     self.declines.add(Declined(link, room.name, room.generation, failure))
                 inbound.step(InboundStep.FAIL)
                 if link.state is LinkState.GONE:
@@ -284,6 +327,7 @@ class TargetMachine(Machine):
                 elif inbound.state is InboundState.DRAINING:
                     self.inbounds.abort(inbound)
                 self.credits.stop(inbound.account)
+            self._send_declines()
         self._end_if_possible(room)
 
     def _mark_quiet(self, inbound: InboundTransfer) -> None:
@@ -296,11 +340,12 @@ class TargetMachine(Machine):
         if self.scatters.writes(room) or self.rooms.get(room.name) is not room:
             return
         if room.failure is None:
-            if not room.ledger.complete:
-                return
-            for inbound in room.inbounds.values():
-                self.peers.send(inbound.link, Complete(room.name, room.generation))
-            self.outbox.do(Report(room.name, Done(room.metadata)))
+            if room.pulled != 0:
+                if not room.ledger.complete:
+                    return
+                for inbound in room.inbounds.values():
+                    self.peers.send(inbound.link, Complete(room.name, room.generation))
+            self.outbox.do(Report(room.name, Done(room.metadata, room.pulled)))
         elif not self.inbounds.is_quiet(room):
             return
         for inbound in room.inbounds.values():

@@ -5,7 +5,8 @@ machine or of a runner, so the product has no code for it. The command line name
 class name in kebab case, and its docstring is its title. A rule may ask for the faults under which
 it does damage; the seed draws all other faults as usual.
 
-``runner_breaks`` has the rules that concern the runner, its ports and its events.
+``runner_breaks`` has the rules that concern the runner, its ports and its events, ``pull_breaks``
+those of pulls.
 """
 
 # The methods are documented where they are overridden from.

@@ -112,6 +112,7 @@ def table_sizes(machine: SourceMachine | TargetMachine) -> dict[str, int]:
     }
     if isinstance(machine, SourceMachine):
         return sizes | {
+            "asked rooms": len(machine.asks.rooms),
             "writes": len(machine.inflight.writes),
             "undecided": len(machine.writes.undecided),
             "local slots in use": machine.config.local_slots - len(machine.inflight.slots),

@@ -15,7 +15,16 @@ from kvferry.endpoint.runner.runner import MachineRunner, frame_event
 from kvferry.endpoint.runner.sessions import SessionRecord
 from kvferry.ids import Peer, Room, Session
 from kvferry.protocol.codec import BadFrame
-from kvferry.protocol.events import Cancel, Event, Release, Report, Send, WriteEnded, WriteFate
+from kvferry.protocol.events import (
+    Cancel,
+    Event,
+    LookUp,
+    Release,
+    Report,
+    Send,
+    WriteEnded,
+    WriteFate,
+)
 from kvferry.protocol.messages import Envelope
 from kvferry.protocol.outcome import Failure, FailureCode, Outcome
 from kvferry.testing.sim.checks import NodeChecks, table_sizes
@@ -170,6 +179,7 @@ class Node(ABC):
         self.world.steps += 1
         self.runner.turn(self.checks.track(events), self.world.now)
         self.checks.check()
+        self.check_step()
         self._schedule_tick()
 
     def _catch_up(self, deferred: list[Action]) -> None:
@@ -220,6 +230,13 @@ class Node(ABC):
         if isinstance(outcome, Failure) and outcome.code is FailureCode.PEER_SILENT:
             self.checks.check_silence(room, outcome)
         self.check_outcome(room, outcome)
+
+    def look_up(self, action: LookUp) -> None:
+        """Let the engine look up what it holds; only sources have it."""
+        raise AssertionError(action)
+
+    def check_step(self) -> None:  # noqa: B027
+        """Check the engine's side after a step."""
 
     def check_outcome(self, room: Room, outcome: Outcome) -> None:  # noqa: B027
         """Check how a room ended."""
@@ -276,6 +293,13 @@ class Node(ABC):
             self.world.at(0.05, lambda: self._start_when_pages_are_free(job, until))
             return
         self.start_in(job, allocation)
+
+    def pin(self, job: SimJob, allocation: SimAllocation) -> None:
+        """Start a job whose pages are cached here. If the process is stopped, it starts later."""
+        if not self.process.alive:
+            return
+        if not self.process.defer(lambda: self.pin(job, allocation)):
+            self.start_in(job, allocation)
 
     def start_in(self, job: SimJob, allocation: SimAllocation) -> None:
         """Start a job in these pages."""
