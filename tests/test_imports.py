@@ -113,7 +113,7 @@ def test_type_checkers_see_the_same_names() -> None:
 # ---------------------------------------------------------------- pure machines
 
 PURE = ("protocol", "plan", "layout")
-BELOW = ("config", "digest", "errors", "fingerprint", "ids", "regions")
+BELOW = ("config", "digest", "errors", "fingerprint", "ids", "prefix", "regions")
 
 
 def takes_callables(text: str) -> list[str]:

@@ -30,6 +30,7 @@ from kvferry.protocol.events import (
     Forget,
     Gather,
     Instance,
+    LookUp,
     MemoryReached,
     Open,
     Post,
@@ -132,6 +133,7 @@ class World:
     proofs: list[tuple[Peer, Prove]] = field(default_factory=list)
     sums: dict[Peer, bytes | None] = field(default_factory=dict)
     connects: list[tuple[Peer, Connect]] = field(default_factory=list)
+    lookups: list[tuple[Peer, LookUp]] = field(default_factory=list)
     frames: list[tuple[Peer, Envelope]] = field(default_factory=list)
     reports: dict[tuple[Peer, Room], list[Outcome]] = field(
         default_factory=lambda: defaultdict(list)
@@ -227,14 +229,17 @@ class World:
                     self.end_teardown(self.teardowns.pop())
             case Report(room, outcome, _):
                 self.reports[me, room].append(outcome)
+                if isinstance(outcome, Done) and outcome.pulled is not None:
+                    prefix = min(self.requests[me, room].prefix, outcome.pulled)
+                    self.requests[me, room] = Request(outcome.pulled, prefix)
                 if isinstance(outcome, Done) and me in self.targets:
                     self._check_landed(me, room)
             case Release(room):
                 self.releases[me, room] += 1
             case Connect():
                 self._begin_connect(me, action)
-            case Forget():
-                pass
+            case Forget() | LookUp():
+                self.lookups += [(me, action)] if isinstance(action, LookUp) else []
             case _:
                 raise AssertionError(f"no such action: {action!r}")
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvferry.endpoint.freeze_gc import freeze_gc
     from kvferry.endpoint.incoming import Incoming
     from kvferry.endpoint.layer_push_tuner import EventRecorder, LayerPushTuner, Layers
+    from kvferry.endpoint.lookups import PrefixQuery
     from kvferry.endpoint.outgoing import Outgoing, Waitable
     from kvferry.endpoint.rank_agreement import RankAgreement
     from kvferry.endpoint.setup import make_transport, make_transports, new_incarnation
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     from kvferry.plan.places import Base, Placement, PoolMap, Pools, contiguous_pools
     from kvferry.plan.plan import Plan, Request
     from kvferry.plan.reshard import reshard
+    from kvferry.prefix import PrefixChain, prefix_chain
     from kvferry.protocol.outcome import Done, Failure, FailureCode, Outcome, Status
     from kvferry.regions import Device, Region
     from kvferry.security.keys import ClusterKey, checked_bind_address, resolve_ip
@@ -124,6 +126,8 @@ __all__ = [
     "PoolArrays",
     "PoolMap",
     "Pools",
+    "PrefixChain",
+    "PrefixQuery",
     "ProofMode",
     "ProtocolConfig",
     "RankAgreement",
@@ -170,6 +174,7 @@ __all__ = [
     "make_transports",
     "model_fingerprint",
     "new_incarnation",
+    "prefix_chain",
     "read_config",
     "ready_transports",
     "reshard",
@@ -198,6 +203,7 @@ _HOMES = {
     "endpoint.freeze_gc": "freeze_gc",
     "endpoint.incoming": "Incoming",
     "endpoint.layer_push_tuner": "EventRecorder Layers LayerPushTuner",
+    "endpoint.lookups": "PrefixQuery",
     "endpoint.outgoing": "Outgoing Waitable",
     "endpoint.setup": "make_transport make_transports new_incarnation",
     "endpoint.source": "SourceEndpoint",
@@ -219,6 +225,7 @@ _HOMES = {
     "plan.places": "Base Placement PoolMap Pools contiguous_pools",
     "plan.plan": "Plan Request",
     "plan.reshard": "reshard",
+    "prefix": "PrefixChain prefix_chain",
     "protocol.outcome": "Done Failure FailureCode Outcome Status",
     "regions": "Device Region",
     "security.keys": "ClusterKey checked_bind_address resolve_ip",

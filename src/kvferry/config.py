@@ -64,6 +64,7 @@ class ProtocolConfig(LivenessConfig, frozen=True, kw_only=True):
     max_rooms: int = 65536
     max_tokens: int | None = None
     max_early_rooms: int = 4096
+    max_asked_rooms: int = 256
     max_quarantined_rooms: int = 256
     max_inflight: int = 16
     credits_per_source: int = 4

@@ -38,7 +38,7 @@ def digest_of(
     ``extra``: anything else that changes the cache of equal token ids, such as image hashes, a
     cache salt per tenant, or position scaling. Empty values are ignored.
     """
-    ids = _ids(tokens)
+    ids = token_ids(tokens)
     extra = {name: value for name, value in extra.items() if value}
     digest = blake2b(digest_size=DIGEST_BYTES, person=_PURPOSE)
     for part in (model, dtype, str(len(adapters)), *adapters):
@@ -70,7 +70,7 @@ def _add(digest: blake2b, part: str | bytes) -> None:
     digest.update(data)
 
 
-def _ids(tokens: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
+def token_ids(tokens: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return token ids as little-endian 64-bit integers, the same bytes on every machine."""
     ids = np.asarray(tokens)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):

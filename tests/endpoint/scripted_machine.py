@@ -17,6 +17,7 @@ from kvferry.protocol.events import (
     Connect,
     Event,
     Gather,
+    LookUp,
     Post,
     Prove,
     Report,
@@ -99,6 +100,9 @@ class RecordingPorts:
 
     def post_gathered(self, action: Post) -> None:
         self.asked.append(("post", (action.op, action.slot)))
+
+    def look_up(self, action: LookUp) -> None:
+        self.asked.append(("look up", action.room))
 
     def discard(self, op: Op) -> None:
         self.asked.append(("discard", op))

@@ -36,6 +36,7 @@ from kvferry.protocol.messages import (
     Abort,
     Accept,
     Arrived,
+    Ask,
     Body,
     Close,
     Complete,
@@ -45,6 +46,7 @@ from kvferry.protocol.messages import (
     Grant,
     Heartbeat,
     Hello,
+    Holding,
     NoSession,
     Offer,
     PageTableMessage,
@@ -66,6 +68,7 @@ from kvferry.testing.strategies import layouts, specs
 counts = st.integers(0, MAX_COUNT)
 texts = st.text(max_size=20)
 blobs = st.binary(max_size=40)
+chains = st.integers(1, 4).flatmap(lambda n: st.binary(min_size=8 * n, max_size=8 * n))
 rooms: st.SearchStrategy[Room] = st.integers(0, MAX_ID) | st.text(min_size=1, max_size=256)
 generations = counts.map(Generation)
 serials = counts.map(Serial)
@@ -106,6 +109,8 @@ BODIES: dict[type, st.SearchStrategy[Any]] = {
     NoSession: st.just(NoSession()),
     Heartbeat: st.just(Heartbeat()),
     Offer: st.builds(Offer, rooms, generations, requests, tables.map(tuple), remaining),
+    Ask: st.builds(Ask, rooms, generations, chains, st.integers(0, MAX_TOKENS), remaining),
+    Holding: st.builds(Holding, rooms, generations, st.integers(0, MAX_TOKENS)),
     Accept: st.builds(Accept, rooms, generations),
     Want: st.builds(Want, rooms, generations, counts),
     Grant: st.builds(Grant, rooms, generations, st.lists(credits_, max_size=4).map(tuple)),

@@ -37,7 +37,7 @@ class Handle:
         # The engine's request, for logs and traces.
         self.tag = NO_TAG
         # Tokens whose pages are held for the room. Only the loop thread changes it.
-        self.num_tokens = 0
+        self.held_tokens = 0
         self._abort = abort
         self._outcome: OneTimeResult[Outcome] = OneTimeResult()
         self._released: OneTimeResult[Literal[True]] = OneTimeResult()

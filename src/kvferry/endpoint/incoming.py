@@ -31,7 +31,7 @@ class Incoming(Handle):
     ) -> None:
         super().__init__(request.room, request.deadline, abort)
         self.request = request
-        self.num_tokens = request.request.num_tokens - request.request.prefix
+        self.held_tokens = request.request.num_tokens - request.request.prefix
         # The instance's name, or the view that the engine gave.
         self.prefill = prefill
         self._layout = layout
@@ -56,6 +56,17 @@ class Incoming(Handle):
         if blocks is None:
             blocks = requested_blocks(self._layout, self._rank, self.request.request)
         return pages_of(self._layout, self._rank, self.request.tables, blocks)
+
+    @property
+    def num_tokens(self) -> int:
+        """First tokens of the request that are in its pages, with its prefix; 0 before it is done.
+
+        Less than asked for after a pull whose holder had less.
+        """
+        outcome = self.outcome
+        if not isinstance(outcome, Done):
+            return 0
+        return self.request.request.num_tokens if outcome.pulled is None else outcome.pulled
 
     @property
     def metadata(self) -> bytes:

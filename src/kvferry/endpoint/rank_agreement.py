@@ -57,6 +57,12 @@ class RankAgreement:
         return len(self._released) == self._num_ranks
 
     @property
+    def pulled(self) -> int:
+        """First tokens that a pull has brought to every rank that is done."""
+        found = (end.pulled for end in self._outcomes.values() if isinstance(end, Done))
+        return min((tokens for tokens in found if tokens is not None), default=0)
+
+    @property
     def metadata(self) -> bytes:
         """The lead source's metadata, which reaches only the targets that it writes to."""
         found = (end.metadata for end in self._outcomes.values() if isinstance(end, Done))

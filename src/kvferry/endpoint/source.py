@@ -16,6 +16,7 @@ from kvferry.endpoint.config import EndpointConfig
 from kvferry.endpoint.control.sockets import ControlServer
 from kvferry.endpoint.control.unix import UnixListener, UnixServer
 from kvferry.endpoint.link_costs import default_link_costs
+from kvferry.endpoint.lookups import Holds, PrefixLookups
 from kvferry.endpoint.loop.channels import SourceChannel
 from kvferry.endpoint.loop.chooser import Chooser
 from kvferry.endpoint.loop.links import TargetLinkTable
@@ -117,6 +118,8 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
                 setup=setup, copier=self._copier, answer=answer, tables_of=tables_of
             ),
         )
+        self._lookups = PrefixLookups(setup.me, self._inbox.put)
+        rooms.look_up = self._lookups.look_up
         runner = SourceRunner(machine, SourcePorts(channel, writes, self._prober, rooms))
         return SourceSide(runner, rooms, channel, observer, links, writes)
 
@@ -148,8 +151,22 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
     def _submit(self, handle: Outgoing, step: PendingStep) -> None:
         self._loop.submit(partial(self._side.submit, handle, step))
 
+    def on_pull(self, holds: Holds) -> None:
+        """Let targets pull what this instance has cached. Call it on the layout's lead rank.
+
+        ``holds`` looks up the longest prefix of a sequence that every rank of the instance holds
+        (``PrefixQuery``), and returns its number of tokens: a multiple of 16, or 0. Before it
+        returns anything but 0, it makes sure that no rank evicts the prefix, and that every rank
+        opens the query's room, pushes the prefix, and closes the room with the digest of the
+        engine's own chain at that length. The prefix is pinned until every rank's handle is
+        ``released``. ``holds`` runs on a thread of its own, one call at a time, and is called once
+        for each room. If it raises, the instance holds nothing.
+        """
+        self._lookups.answer_with(holds)
+
     def close(self, timeout_s: float = CLOSE_S) -> bool:
         """Leave the discovery service, so that no new target comes, and close the endpoint."""
+        self._lookups.close()
         if self._client:
             self._client.close()
         return super().close(timeout_s)

@@ -30,6 +30,7 @@ from kvferry.ids import Room
 from kvferry.memory.page_tables import Pages, Rows
 from kvferry.plan.places import PageTable
 from kvferry.plan.plan import Request
+from kvferry.prefix import PrefixChain
 from kvferry.protocol.events import Event, ReceiveRequest
 from kvferry.protocol.target import TargetMachine
 from kvferry.security.keys import ClusterKey, checked_bind_address
@@ -124,14 +125,60 @@ class TargetEndpoint(RankEndpoint[Incoming]):
         ``released``. Raises ``InputError`` for an invalid argument, and ``Misuse`` if the room is
         open already or the endpoint is closing.
         """
-        self._check_prefill(prefill)
         length = Request(token_count(tokens), token_count(prefix, "prefix"))
+        wanted = self._wanted(room, length, pages, states, deadline_s, digest)
+        return self._receive(wanted, prefill, RoomTag.of(request, traceparent))
+
+    def pull(  # noqa: PLR0913 - arguments of a request, by keyword
+        self,
+        room: Room,
+        *,
+        holder: str | InstanceView,
+        chain: PrefixChain,
+        prefix: int = 0,
+        pages: Pages,
+        states: Rows | None = None,
+        deadline_s: float | None = None,
+        request: str = "",
+        traceparent: str = "",
+    ) -> Incoming:
+        """Ask any instance for the longest prefix of a sequence that it holds.
+
+        Returns the room's handle at once. When it is done, its ``num_tokens`` first tokens are in
+        the pages: 0 if the holder had none of them. All ranks of this instance get one number.
+
+        ``room``: an id of its own, the same at each rank of this instance.
+        ``holder``: an instance with source endpoints: its name, or a view of it.
+        ``chain``: the sequence (``prefix_chain``). ``chain.first(n)`` asks for n tokens at most.
+        ``pages``: pages for the whole chain, in all groups; those behind what was pulled stay
+        unwritten. The other arguments are those of ``receive``, and so are errors and lifetime.
+        """
+        if not chain.num_tokens:
+            raise InputError("the chain is empty; pull at least 16 tokens")
+        length = Request(chain.num_tokens, token_count(prefix, "prefix"))
+        wanted = self._wanted(room, length, pages, states, deadline_s, b"")
+        wanted = replace(wanted, chain=chain)
+        return self._receive(wanted, holder, RoomTag.of(request, traceparent))
+
+    def _wanted(
+        self,
+        room: Room,
+        length: Request,
+        pages: Pages,
+        states: Rows | None,
+        deadline_s: float | None,
+        digest: bytes,
+    ) -> ReceiveRequest:
         tables = self._validator.tables(length, pages, states)
-        deadline = self._deadline(deadline_s)
-        wanted = ReceiveRequest(room, length, tables, deadline, digest)
+        return ReceiveRequest(room, length, tables, self._deadline(deadline_s), digest)
+
+    def _receive(
+        self, wanted: ReceiveRequest, source: str | InstanceView, tag: RoomTag
+    ) -> Incoming:
+        self._check_prefill(source)
         setup = self._setup
-        handle = Incoming(wanted, prefill, setup.identity.layout, setup.me.rank, self._abort)
-        handle.tag = RoomTag.of(request, traceparent)
+        handle = Incoming(wanted, source, setup.identity.layout, setup.me.rank, self._abort)
+        handle.tag = tag
         self._rooms.add(handle)
         self._loop.submit(partial(self._side.receive, handle))
         return handle

@@ -14,7 +14,7 @@ from kvferry.ids import Peer, Room
 from kvferry.plan.plan import Block
 from kvferry.protocol.checks import offer_problem
 from kvferry.protocol.links import Link
-from kvferry.protocol.messages import Abort, Offer
+from kvferry.protocol.messages import Abort, Offer, RoomMessage
 from kvferry.protocol.outbound import SourceRoom
 from kvferry.protocol.outcome import Failure, FailureCode
 from kvferry.protocol.states import SOURCE_ROOM, LinkState, RoomState, SourceRoomStep, advance
@@ -33,12 +33,9 @@ class SourceAdmission:
         self, link: Link, room: SourceRoom | None, offer: Offer, owed: tuple[Block, ...]
     ) -> Failure | None:
         """Return why an offer can't be accepted."""
-        if link.state is LinkState.LOST:
-            # The link exists only until its last write has ended; a transfer would outlive it.
-            text = f"the session with {link.peer} is over"
-            return Failure.of(FailureCode.SESSION_REPLACED, text)
-        if (offer.room, offer.generation) in link.drained:
-            return Failure.of(FailureCode.ABORTED, "this attempt at the room has ended")
+        ended = attempt_refusal(link, offer)
+        if ended:
+            return ended
         assert link.hello is not None
         problem = offer_problem(link.plan, link.hello, link.peer.rank, offer, owed)
         if problem:
@@ -116,6 +113,17 @@ class SourceAdmission:
         for name, room in self._rooms.items():
             assert room.name == name, room
             assert room.state is not RoomState.OVER or not room.outbounds, room
+
+
+def attempt_refusal(link: Link, attempt: RoomMessage) -> Failure | None:
+    """Return why a target's attempt at a room can't begin any more."""
+    if link.state is LinkState.LOST:
+        # The link exists only until its last write has ended; a transfer would outlive it.
+        text = f"the session with {link.peer} is over"
+        return Failure.of(FailureCode.SESSION_REPLACED, text)
+    if (attempt.room, attempt.generation) in link.drained:
+        return Failure.of(FailureCode.ABORTED, "this attempt at the room has ended")
+    return None
 
 
 def _known_room_refusal(room: SourceRoom, peer: Peer) -> Failure | None:

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from math import inf
 
 from kvferry.ids import Generation, Room
-from kvferry.protocol.links import Link
+from kvferry.protocol.events import Outbox
+from kvferry.protocol.links import Link, Links
+from kvferry.protocol.messages import Abort
 from kvferry.protocol.outcome import Failure
 from kvferry.protocol.states import LinkState
 
@@ -29,10 +31,12 @@ class Declined:
 
 
 class Declines:
-    """The latest ``limit`` Aborts, repeated until answered by Drained or until the link is lost."""
+    """The latest ``max_early_rooms`` Aborts, repeated until Drained or until the link is lost."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, links: Links, outbox: Outbox) -> None:
+        self._links = links
+        self._outbox = outbox
+        self._limit = links.config.max_early_rooms
         self.waiting: dict[tuple[Link, Room, Generation], Declined] = {}
 
     def add(self, declined: Declined) -> None:
@@ -50,13 +54,18 @@ class Declines:
         for key in [key for key in self.waiting if key[0] is link]:
             del self.waiting[key]
 
-    def due(self, now: float, resend_s: float) -> list[Declined]:
-        """Return the Aborts to send now: new ones, and those unanswered for ``resend_s``."""
-        return [one for one in self._sendable() if now >= one.sent_at + resend_s]
+    def send(self) -> None:
+        """Send the Aborts that are new, or unanswered for ``resend_s``."""
+        now = self._outbox.now
+        for one in list(self._sendable()):
+            if now >= one.sent_at + self._links.config.resend_s:
+                one.sent_at = now
+                abort = Abort(one.room, one.generation, one.failure, accepted=False)
+                self._links.send(one.link, abort)
 
-    def timers(self, resend_s: float) -> Iterator[float]:
+    def timers(self) -> Iterator[float]:
         """Yield when each Abort is due again."""
-        return (one.sent_at + resend_s for one in self._sendable())
+        return (one.sent_at + self._links.config.resend_s for one in self._sendable())
 
     def _sendable(self) -> Iterator[Declined]:
         return (one for one in self.waiting.values() if one.link.state is LinkState.UP)

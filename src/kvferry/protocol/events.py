@@ -22,6 +22,7 @@ from kvferry.plan.bind import RankPair
 from kvferry.plan.content import ProofRequest
 from kvferry.plan.places import PageTable
 from kvferry.plan.plan import Block, Plan, Request
+from kvferry.prefix import PrefixChain
 from kvferry.protocol.messages import (
     MAX_METADATA,
     MAX_PAGES,
@@ -123,6 +124,8 @@ class ReceiveRequest(msgspec.Struct, frozen=True, dict=True):
     """A target engine's request for a room: tokens, the pages held for them and a deadline.
 
     ``digest`` identifies the engine's request. Cache with another digest is not used.
+    With a ``chain`` the room is a pull: the source's answer gives its length, and the chain its
+    digest. The request is then the longest one possible.
     """
 
     room: Room
@@ -130,6 +133,7 @@ class ReceiveRequest(msgspec.Struct, frozen=True, dict=True):
     tables: tuple[PageTableMessage, ...]
     deadline: float
     digest: bytes = b""
+    chain: PrefixChain | None = None
 
     def __post_init__(self) -> None:
         checked_digest(self.digest)
@@ -245,6 +249,16 @@ class Finish(Event, frozen=True):
             )
 
 
+class Held(Event, frozen=True):
+    """The engine's answer to a ``LookUp``: it holds the first ``num_tokens`` tokens.
+
+    Unless they are 0, the engine opens the room at each of its ranks and pushes them.
+    """
+
+    room: Room
+    num_tokens: int
+
+
 class Chosen(Event, frozen=True):
     """The answer to a ``Choose``: for each block, whether it goes through staging."""
 
@@ -330,6 +344,19 @@ class TransferRequest(msgspec.Struct, frozen=True, dict=True):
     def page_tables(self) -> dict[str, PageTable]:
         """The page tables by group, in the form that binding takes."""
         return {table.group: PageTable(table.pages, table.first_page) for table in self.tables}
+
+
+class LookUp(Action, frozen=True):
+    """Ask the engine how much it holds of a short chain (``Held``), before ``deadline``.
+
+    ``peer`` is the first target that asks; it has the first ``prefix`` tokens already.
+    """
+
+    room: Room
+    peer: Peer
+    chain: bytes
+    prefix: int
+    deadline: float
 
 
 class Choose(Action, frozen=True):

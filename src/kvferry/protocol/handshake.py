@@ -113,6 +113,7 @@ class TargetLinks(Links):
             self.refused(link, problem)
             return False
         link.metadata, link.transport = body.metadata, body.transport
+        link.answers = body.answers
         link.state = advance(LINK, link.state, LinkStep.FITS)
         self._connected(link, self._offered(link.transport))
         return True
@@ -215,8 +216,8 @@ class SourceLinks(Links):
     def welcome(self, link: Link) -> None:
         """Send Welcome."""
         me = self.identity
-        digest = link.plan.digest
-        self.send(link, Welcome(me.fingerprint, me.layout, digest, me.metadata, link.transport))
+        about = me.fingerprint, me.layout, link.plan.digest, me.metadata
+        self.send(link, Welcome(*about, link.transport, answers=True))
 
     def reached(self, event: MemoryReached) -> None:
         """Answer the Hello: welcome the target, or refuse it if no transport could connect."""

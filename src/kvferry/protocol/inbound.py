@@ -8,7 +8,7 @@ from math import inf
 
 from kvferry.ids import Generation, Op, Room, Serial, SlotIndex
 from kvferry.plan.content import ProofRequest
-from kvferry.plan.plan import Block, Plan
+from kvferry.plan.plan import Block, Plan, Request
 from kvferry.protocol.credits import AccountKey
 from kvferry.protocol.cutting import image_bytes
 from kvferry.protocol.events import Outbox, ReceiveRequest, Scatter
@@ -20,6 +20,9 @@ from kvferry.protocol.messages import (
     MIN_REMAINING_S,
     Abort,
     Arrived,
+    Ask,
+    Drained,
+    Holding,
     Offer,
     RoomMessage,
     StatusPoll,
@@ -63,6 +66,11 @@ class InboundTransfer:
         """Advance to the next state."""
         self.state = advance(INBOUND, self.state, step)
 
+    @property
+    def is_offered(self) -> bool:
+        """Whether the source may have an Offer, and so may write."""
+        return self.state not in (InboundState.CONNECTING, InboundState.ASKING)
+
     def answered(self) -> None:
         """Handle an answer of the source about this room."""
         if self.state is not InboundState.QUIET:
@@ -81,7 +89,7 @@ class InboundTransfer:
 
 @dataclass(slots=True, eq=False)
 class TargetRoom:
-    """One room of one target rank."""
+    """One room of one target rank. ``pulled`` has the length of a pull, once it is known."""
 
     name: Room
     wanted: ReceiveRequest
@@ -93,6 +101,7 @@ class TargetRoom:
     proof: ProofRequest | None = None
     proofs: set[Op] = field(default_factory=set)
     metadata: bytes = b""
+    pulled: int | None = None
     failure: Failure | None = None
 
     @property
@@ -145,6 +154,15 @@ class InboundTransfers:
         self._links = links
         self._outbox = outbox
 
+    def token_refusal(self, request: Request) -> Failure | None:
+        """Return why a request's tokens do not fit beside those of all open rooms."""
+        most = self._links.config.max_tokens
+        num_open = sum(room.num_tokens for room in self._rooms.values())
+        if most is None or num_open + request.num_tokens - request.prefix <= most:
+            return None
+        text = f"{num_open} tokens are being received here, and {most} at most; retry later"
+        return Failure.of(FailureCode.TOO_MANY_ROOMS, text)
+
     def find(self, link: Link, body: RoomMessage) -> InboundTransfer | None:
         """Return the transfer that a message is about, if this attempt is still active."""
         room = self._rooms.get(body.room)
@@ -153,6 +171,12 @@ class InboundTransfers:
             return None
         inbound = room.inbounds.get(link.peer.rank)
         if inbound is None or inbound.link is not link:
+            return None
+        if isinstance(body, Holding):
+            # It may come before the source's engine has opened the room.
+            return inbound
+        if not inbound.is_offered and not isinstance(body, Abort | Drained):
+            self._outbox.counts["misdirected"] += 1
             return None
         inbound.accepted = True
         return inbound
@@ -164,13 +188,27 @@ class InboundTransfers:
                 if inbound.link is link:
                     yield inbound
 
+    def ask(self, inbound: InboundTransfer) -> None:
+        """Send Ask, if the source knows it."""
+        room = inbound.room
+        chain, prefix = room.wanted.chain, room.wanted.request.prefix
+        assert chain is not None
+        if inbound.state is InboundState.CONNECTING:
+            inbound.step(InboundStep.ASK)
+        if inbound.link.answers:
+            remaining_s = self._remaining_s(room)
+            self._send(inbound, Ask(room.name, room.generation, chain.short, prefix, remaining_s))
+
+    def _remaining_s(self, room: TargetRoom) -> float:
+        left_s = room.wanted.deadline - self._outbox.now
+        return min(max(MIN_REMAINING_S, left_s), MAX_REMAINING_S)
+
     def offer(self, inbound: InboundTransfer) -> None:
         """Send Offer."""
         room = inbound.room
-        if inbound.state is InboundState.CONNECTING:
+        if not inbound.is_offered:
             inbound.step(InboundStep.LINKED)
-        left_s = room.wanted.deadline - self._outbox.now
-        remaining_s = min(max(MIN_REMAINING_S, left_s), MAX_REMAINING_S)
+        remaining_s = self._remaining_s(room)
         request, tables = room.wanted.request, room.wanted.tables
         offer = Offer(room.name, room.generation, request, tables, remaining_s, room.proof)
         self._send(inbound, offer)
@@ -182,7 +220,7 @@ class InboundTransfers:
         assert room.failure is not None
         self._send(inbound, Abort(room.name, room.generation, room.failure, inbound.accepted))
 
-    def _send(self, inbound: InboundTransfer, body: Offer | StatusPoll | Abort) -> None:
+    def _send(self, inbound: InboundTransfer, body: Ask | Offer | StatusPoll | Abort) -> None:
         inbound.sent_at = self._outbox.now
         self._links.send(inbound.link, body)
 
@@ -190,7 +228,7 @@ class InboundTransfers:
         """Return when to resend the last message or poll the source."""
         config = self._links.config
         match inbound.state:
-            case InboundState.OFFERED | InboundState.DRAINING:
+            case InboundState.ASKING | InboundState.OFFERED | InboundState.DRAINING:
                 return inbound.sent_at + config.resend_s
             case InboundState.ACCEPTED | InboundState.CLOSED:
                 return inbound.sent_at + config.status_poll_s
@@ -199,7 +237,9 @@ class InboundTransfers:
 
     def repeat(self, inbound: InboundTransfer, serials: tuple[Serial, ...]) -> None:
         """Resend what may have been lost. ``serials`` are the unused credits."""
-        if inbound.state is InboundState.OFFERED:
+        if inbound.state is InboundState.ASKING:
+            self.ask(inbound)
+        elif inbound.state is InboundState.OFFERED:
             self.offer(inbound)
         elif inbound.state is InboundState.DRAINING:
             self.abort(inbound)

@@ -92,6 +92,8 @@ class Link:
     last_frame_at: float = 0.0
     used_at: float = 0.0
     transport: str = ""
+    # On a target: whether the source knows Ask.
+    answers: bool = False
     seq_out: int = 0
     seq_in: int = 0
     connected: bool = False

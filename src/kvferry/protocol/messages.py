@@ -20,6 +20,7 @@ from kvferry.layout.layout import Layout
 from kvferry.plan.content import ProofRequest
 from kvferry.plan.places import PoolMap
 from kvferry.plan.plan import MAX_TOKENS, Block, Request
+from kvferry.prefix import MAX_SHORT_CHAIN, checked_short_chain
 from kvferry.protocol.outcome import MAX_TEXT, Failure
 
 VERSION = 3
@@ -97,13 +98,17 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """Source to target: the handshake fits; the plan's digest and the transport in use."""
+    """Source to target: the handshake fits; the plan's digest and the transport in use.
+
+    ``answers``: the source knows Ask. Sources of kvferry before pulls do not.
+    """
 
     fingerprint: Text
     layout: Layout
     digest: Text
     metadata: Blob = b""
     transport: TransportName = ""
+    answers: bool = False
 
 
 class RefusalCode(StrEnum):
@@ -174,6 +179,27 @@ class Offer(RoomMessage, frozen=True, array_like=True, tag="offer"):
     def __post_init__(self) -> None:
         if self.request.num_tokens > MAX_TOKENS:
             raise InputError(f"an offer has at most {MAX_TOKENS} tokens")
+
+
+class Ask(RoomMessage, frozen=True, array_like=True, tag="ask"):
+    """Target to lead source: how many first tokens of this sequence does the instance hold?
+
+    ``chain`` is the sequence's short chain (``kvferry.prefix``). The target has the first
+    ``prefix`` tokens already.
+    """
+
+    chain: Annotated[bytes, Meta(max_length=MAX_SHORT_CHAIN)]
+    prefix: Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+    remaining_s: Annotated[float, Meta(gt=0, le=MAX_REMAINING_S)]
+
+    def __post_init__(self) -> None:
+        checked_short_chain(self.chain)
+
+
+class Holding(RoomMessage, frozen=True, array_like=True, tag="holding"):
+    """Lead source to target: the room is about the first ``num_tokens`` tokens; 0 ends it."""
+
+    num_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 
 
 class Accept(RoomMessage, frozen=True, array_like=True, tag="accept"):
@@ -259,6 +285,8 @@ Body = (
     | NoSession
     | Heartbeat
     | Offer
+    | Ask
+    | Holding
     | Accept
     | Want
     | Grant

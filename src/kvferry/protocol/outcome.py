@@ -65,9 +65,13 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """Everything has arrived. ``metadata`` was sent by the lead source with its Close."""
+    """Everything has arrived. ``metadata`` was sent by the lead source with its Close.
+
+    ``pulled``: the tokens that a pull's room was about; 0 if the source held none.
+    """
 
     metadata: bytes = b""
+    pulled: int | None = None
 
 
 Outcome = Done | Failure

@@ -18,11 +18,13 @@ from kvferry.errors import Misuse
 from kvferry.ids import Room
 from kvferry.layout.intervals import Span
 from kvferry.protocol.admission import SourceAdmission
+from kvferry.protocol.asks import Asks
 from kvferry.protocol.events import (
     Cancel,
     Chosen,
     Event,
     Finish,
+    Held,
     MemoryReached,
     Open,
     Prepare,
@@ -40,6 +42,7 @@ from kvferry.protocol.machine import Machine
 from kvferry.protocol.messages import (
     Abort,
     Accept,
+    Ask,
     Body,
     Complete,
     Grant,
@@ -70,6 +73,7 @@ class SourceParts:
 
     links: type[SourceLinks] = SourceLinks
     admission: type[SourceAdmission] = SourceAdmission
+    asks: type[Asks] = Asks
     outbounds: type[OutboundTransfers] = OutboundTransfers
     slots: type[LocalSlots] = LocalSlots
     gather: type[EarlyGather] = EarlyGather
@@ -93,6 +97,7 @@ class SourceMachine(Machine):
         self.rooms: dict[Room, SourceRoom] = {}
         self.peers: SourceLinks = parts.links(identity, config, self.outbox, self)
         self.admission = parts.admission(self.me.rank, self.rooms, config)
+        self.asks = parts.asks(self.peers, self.outbox, config)
         self.outbounds = parts.outbounds(self.rooms, self.peers, self.outbox)
         self.inflight = InFlight(parts.slots(config.local_slots))
         shared = self.peers, self.outbox, self.inflight
@@ -117,6 +122,8 @@ class SourceMachine(Machine):
                 self._on_prepare(event)
             case Cancel():
                 self._on_cancel(event)
+            case Held():
+                self.asks.held(event)
             case MemoryReached():
                 self.peers.reached(event)
             case _:
@@ -126,6 +133,8 @@ class SourceMachine(Machine):
         match body:
             case Offer():
                 self._on_offer(link, body)
+            case Ask():
+                self._on_ask(link, body)
             case Grant():
                 outbound = self.outbounds.find(link, body)
                 if outbound is not None:
@@ -200,6 +209,16 @@ class SourceMachine(Machine):
         if room and room.known_to_engine:
             self._fail(room, event.failure or ABORTED)
 
+    def _on_ask(self, link: Link, ask: Ask) -> None:
+        room = self.rooms.get(ask.room)
+        refusal = self.asks.refusal(link, room, ask)
+        if refusal is None:
+            self.asks.ask(link, ask)
+            return
+        if room is not None:
+            self.admission.record_late_target(room, link)
+        self.outbounds.drained(link, ask, refusal)
+
     def _on_offer(self, link: Link, offer: Offer) -> None:
         room = self.rooms.get(offer.room)
         if self.outbounds.find(link, offer):
@@ -250,6 +269,7 @@ class SourceMachine(Machine):
         assert room.plan is not None
         if room.served.issuperset(room.plan.audience(self.me.rank)):
             del self.rooms[room.name]
+            self.asks.forget(room.name)
             self.outbox.do(Report(room.name, Done()))
             self.outbox.do(Release(room.name))
 
@@ -330,6 +350,7 @@ class SourceMachine(Machine):
                 self.peers.drop_if_unneeded(outbound.link)
         ended = room.state is RoomState.FAILING and not room.outbounds
         if ended and self.rooms.get(room.name) is room:
+            self.asks.forget(room.name)
             self.outbox.do(Release(room.name))
             self.admission.retire(room, self.outbox.now)
 
@@ -337,6 +358,10 @@ class SourceMachine(Machine):
         """Fail the rooms of a lost target."""
         for outbound in self.outbounds.of(link):
             self._fail(outbound.room, failure)
+        for name in self.asks.asked_on(link):
+            room = self.rooms.get(name)
+            if room is not None and room.known_to_engine and room.expects(link.peer):
+                self._fail(room, failure)
 
     def link_gone(self, link: Link) -> None:
         """End the writes of a session that provably has none in flight any more."""
@@ -351,6 +376,10 @@ class SourceMachine(Machine):
 
     def _on_tick(self) -> None:
         now = self.outbox.now
+        for name in self.asks.expired():
+            asked = self.rooms.get(name)
+            if asked and asked.known_to_engine and asked.expects_targets(self.me.rank):
+                self._fail(asked, asked.expired())
         for room in list(self.rooms.values()):
             if now >= room.deadline and room.state is not RoomState.FAILING:
                 early = not room.known_to_engine
@@ -366,6 +395,8 @@ class SourceMachine(Machine):
                     self.writes.repeat(outbound)
 
     def _timers(self) -> Iterable[float]:
+        for asked in self.asks.rooms.values():
+            yield asked.deadline
         for room in self.rooms.values():
             if room.state is not RoomState.FAILING:
                 yield room.deadline
@@ -376,6 +407,7 @@ class SourceMachine(Machine):
         """Check the invariants of every part."""
         self.peers.check()
         self.admission.check()
+        self.asks.check()
         self.outbounds.check()
         self.writes.check()
         self.proofs.check()

@@ -7,7 +7,8 @@ link proves nothing: memory that the peer may still write stays reserved until t
 *gone*, which the transport reports once the connection is torn down and no write can arrive.
 
 **Inbound transfer**: what a target expects from one source in one room. It is *connecting*
-until the link is up, *offered* when the Offer is sent, *accepted* when the source has answered,
+until the link is up, *asking* while a pull waits for the answer of the lead source, *offered* when
+the Offer is sent, *accepted* when the source has answered,
 and *closed* when the source has written everything. If the room fails, each inbound transfer
 becomes *draining*: the source was told to stop and must confirm. *Quiet* means that this source
 provably writes nothing more for this room; a transfer that was never offered is quiet at once.
@@ -64,6 +65,7 @@ class InboundState(StrEnum):
     """State of an inbound transfer."""
 
     CONNECTING = "connecting"
+    ASKING = "asking"
     OFFERED = "offered"
     ACCEPTED = "accepted"
     CLOSED = "closed"
@@ -74,6 +76,7 @@ class InboundState(StrEnum):
 class InboundStep(StrEnum):
     """Transition of an inbound transfer."""
 
+    ASK = "link is up, Ask sent"
     LINKED = "link is up, Offer sent"
     ACCEPTED = "source has answered"
     CLOSED = "Close received"
@@ -82,9 +85,13 @@ class InboundStep(StrEnum):
 
 
 INBOUND: dict[tuple[InboundState, InboundStep], InboundState] = {
+    (InboundState.CONNECTING, InboundStep.ASK): InboundState.ASKING,
     (InboundState.CONNECTING, InboundStep.LINKED): InboundState.OFFERED,
     (InboundState.CONNECTING, InboundStep.FAIL): InboundState.QUIET,
     (InboundState.CONNECTING, InboundStep.QUIET): InboundState.QUIET,
+    (InboundState.ASKING, InboundStep.LINKED): InboundState.OFFERED,
+    (InboundState.ASKING, InboundStep.FAIL): InboundState.QUIET,
+    (InboundState.ASKING, InboundStep.QUIET): InboundState.QUIET,
     (InboundState.OFFERED, InboundStep.ACCEPTED): InboundState.ACCEPTED,
     (InboundState.OFFERED, InboundStep.CLOSED): InboundState.CLOSED,
     (InboundState.OFFERED, InboundStep.FAIL): InboundState.DRAINING,

@@ -11,12 +11,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
+from msgspec.structs import replace
+
 from kvferry.config import ProtocolConfig
 from kvferry.errors import Misuse, Refused
 from kvferry.ids import Generation, Op, Peer, Room
 from kvferry.plan.content import room_proof
 from kvferry.plan.places import PoolMap
 from kvferry.plan.plan import Request
+from kvferry.prefix import SPAN_TOKENS
 from kvferry.protocol.credits import CreditBook
 from kvferry.protocol.declines import Declined, Declines
 from kvferry.protocol.events import (
@@ -49,6 +52,7 @@ from kvferry.protocol.messages import (
     Drained,
     Grant,
     Heartbeat,
+    Holding,
     Staging,
     Want,
     Welcome,
@@ -95,7 +99,7 @@ class TargetMachine(Machine):
         self.inbounds = parts.inbounds(self.rooms, self.peers, self.outbox)
         self.credits = parts.credits(staging.num_slots, config.credits_per_source)
         self.scatters = parts.scatters(self.outbox)
-        self.declines = parts.declines(config.max_early_rooms)
+        self.declines = parts.declines(self.peers, self.outbox)
         self.proofs = parts.proofs(self.me.rank, self.outbox)
         self._new_ledger = parts.ledger
         self._generations = 0
@@ -137,6 +141,8 @@ class TargetMachine(Machine):
                     inbound.answered()
             case Want():
                 self._on_want(link, body)
+            case Holding():
+                self._on_length(self.inbounds.find(link, body), body.num_tokens)
             case Abort():
                 inbound = self.inbounds.find(link, body)
                 if inbound:
@@ -154,7 +160,7 @@ class TargetMachine(Machine):
         if event.room in self.rooms:
             raise Misuse(f"room {event.room!r} is already being received; use another id")
         failure = self._room_refusal(event.deadline, len(self.rooms))
-        failure = failure or self._token_refusal(wanted.request)
+        failure = failure or self.inbounds.token_refusal(wanted.request)
         if failure and failure.code is not FailureCode.DEADLINE:
             self._decline(event.room, event.prefill, failure)
         failure = failure or self.peers.prefill_refusal(event.prefill)
@@ -176,8 +182,44 @@ class TargetMachine(Machine):
         for source in plan.contacts(self.me.rank):
             link = self.peers.link_to(Peer(event.prefill.name, source), plan)
             room.inbounds[source] = InboundTransfer(room, source, link, self.outbox.now)
-            if link.state is LinkState.UP:
-                self.inbounds.offer(room.inbounds[source])
+        for inbound in room.inbounds.values():
+            if inbound.link.state is LinkState.UP:
+                self._begin(inbound)
+
+    def _begin(self, inbound: InboundTransfer) -> None:
+        """Send a waiting transfer's first message over its link, which is up."""
+        room = inbound.room
+        if inbound.state is not InboundState.CONNECTING:
+            return
+        if room.wanted.chain is None:
+            self.inbounds.offer(inbound)
+        elif inbound.source == room.plan.source.lead:
+            self.inbounds.ask(inbound)
+            if not inbound.link.answers:
+                self._on_length(inbound, 0)
+
+    def _on_length(self, inbound: InboundTransfer | None, num_tokens: int) -> None:
+        """Go on with a pull whose length the lead answers: offer it, or end it if it is 0."""
+        if inbound is None or inbound.state is not InboundState.ASKING:
+            return
+        room, chain = inbound.room, inbound.room.wanted.chain
+        assert chain is not None
+        if num_tokens > chain.num_tokens or num_tokens % SPAN_TOKENS:
+            text = f"{inbound.link.peer} answers {num_tokens} tokens of {chain.num_tokens}"
+            self._fail(room, Failure.of(FailureCode.BAD_NOTE, text))
+            return
+        room.pulled = num_tokens
+        if num_tokens == 0:
+            # No source has an offer, and none has opened the room.
+            self._end_if_possible(room)
+            return
+        request = Request(num_tokens, min(room.wanted.request.prefix, num_tokens))
+        digest = chain.digest(num_tokens)
+        room.wanted = replace(room.wanted, request=request, digest=digest, chain=None)
+        room.ledger = self._new_ledger(room.plan, self.me.rank, request, digest)
+        for one in room.inbounds.values():
+            if one.link.state is LinkState.UP:
+                self.inbounds.offer(one)
 
     def _on_decline(self, event: Decline) -> None:
         if event.room in self.rooms:
@@ -197,28 +239,14 @@ class TargetMachine(Machine):
             link = self.peers.link_to(Peer(prefill.name, source), plan)
             generation = Generation(self._generations)
             self.declines.add(Declined(link, name, generation, failure))
-        self._send_declines()
-
-    def _token_refusal(self, request: Request) -> Failure | None:
-        """Return why a request's tokens do not fit beside those of all open rooms."""
-        most, num_open = self.config.max_tokens, sum(r.num_tokens for r in self.rooms.values())
-        if most is None or num_open + request.num_tokens - request.prefix <= most:
-            return None
-        text = f"{num_open} tokens are being received here, and {most} at most; retry later"
-        return Failure.of(FailureCode.TOO_MANY_ROOMS, text)
-
-    def _send_declines(self) -> None:
-        for one in self.declines.due(self.outbox.now, self.config.resend_s):
-            one.sent_at = self.outbox.now
-            self.peers.send(one.link, Abort(one.room, one.generation, one.failure, accepted=False))
+        self.declines.send()
 
     def _link_up(self, link: Link) -> None:
         """Send the offers that waited for the link."""
         before = link.seq_out
         for inbound in self.inbounds.of(link):
-            if inbound.state is InboundState.CONNECTING:
-                self.inbounds.offer(inbound)
-        self._send_declines()
+            self._begin(inbound)
+        self.declines.send()
         if link.seq_out == before:
             # The source waits for a first frame with the complete session id.
             self.peers.send(link, Heartbeat())
@@ -305,8 +333,9 @@ class TargetMachine(Machine):
             self.outbox.do(Report(room.name, failure, room.unusable()))
             for inbound in room.inbounds.values():
                 link = inbound.link
-                if inbound.state is InboundState.CONNECTING and link.state is LinkState.GREETING:
-                    # The source has no offer: abort the room there once the link is up.
+                has_link = link.state in (LinkState.GREETING, LinkState.UP)
+                if not inbound.is_offered and has_link:
+                    # The source has no offer: abort the room there, once the link is up.
                     self.declines.add(Declined(link, room.name, room.generation, failure))
                 inbound.step(InboundStep.FAIL)
                 if link.state is LinkState.GONE:
@@ -314,6 +343,7 @@ class TargetMachine(Machine):
                 elif inbound.state is InboundState.DRAINING:
                     self.inbounds.abort(inbound)
                 self.credits.stop(inbound.account)
+            self.declines.send()
         self._end_if_possible(room)
 
     def _mark_quiet(self, inbound: InboundTransfer) -> None:
@@ -329,11 +359,12 @@ class TargetMachine(Machine):
         if self.scatters.writes(room) or self.proofs.reads(room):
             return
         if room.failure is None:
-            if not (room.ledger.complete and proven):
-                return
-            for inbound in room.inbounds.values():
-                self.peers.send(inbound.link, Complete(room.name, room.generation))
-            self.outbox.do(Report(room.name, Done(room.metadata)))
+            if room.pulled != 0:
+                if not (room.ledger.complete and proven):
+                    return
+                for inbound in room.inbounds.values():
+                    self.peers.send(inbound.link, Complete(room.name, room.generation))
+            self.outbox.do(Report(room.name, Done(room.metadata, room.pulled)))
         elif not self.inbounds.is_quiet(room):
             return
         for inbound in room.inbounds.values():
@@ -367,7 +398,7 @@ class TargetMachine(Machine):
             self._send_grant(self.rooms[name].inbounds[source])
 
     def _on_tick(self) -> None:
-        self._send_declines()
+        self.declines.send()
         for room in list(self.rooms.values()):
             if room.failure is None and self.outbox.now >= room.wanted.deadline:
                 self._fail(room, room.expired())
@@ -377,7 +408,7 @@ class TargetMachine(Machine):
                     self.inbounds.repeat(inbound, serials)
 
     def _timers(self) -> Iterable[float]:
-        yield from self.declines.timers(self.config.resend_s)
+        yield from self.declines.timers()
         for room in self.rooms.values():
             if room.failure is None:
                 yield room.wanted.deadline

@@ -130,7 +130,7 @@ class EndpointTelemetry:
             num_failed=stats.rooms.total() - stats.rooms["done"],
             staging_used_bytes=stats.staging_used_bytes,
             pages_held=sum(room.num_pages for room in rooms),
-            tokens_held=sum(room.num_tokens for room in rooms),
+            tokens_held=sum(room.held_tokens for room in rooms),
             quarantined_bytes=stats.quarantined_bytes,
             bytes_per_s=sum(self._rates.bytes_per_s.values()),
             rooms_per_s=self._rates.rooms_per_s,

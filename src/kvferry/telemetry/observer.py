@@ -30,7 +30,7 @@ class ObservedRoom(Protocol):
     begun: float
     # When a source's engine pushed its last chunk.
     finished: float | None
-    num_tokens: int
+    held_tokens: int
 
     @property
     def num_pages(self) -> int:

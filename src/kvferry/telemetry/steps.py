@@ -47,6 +47,8 @@ class StepKind(StrEnum):
 
     OPENED = "opened"  # the prefill engine opened the room
     ASKED = "asked"  # the decode engine passed pages to fill
+    CHAIN_SENT = "chain_sent"  # a pull asks how much the source's instance holds
+    ANSWERED = "answered"
     OFFERED = "offered"
     ACCEPTED = "accepted"
     WANTED = "wanted"  # the source requested staging credits

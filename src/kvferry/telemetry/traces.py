@@ -35,6 +35,8 @@ from kvferry.telemetry.steps import (
 
 # Strings, because enum members are slower to look up and to encode.
 MESSAGES: dict[type[RoomMessage], str] = {
+    messages.Ask: StepKind.CHAIN_SENT.value,
+    messages.Holding: StepKind.ANSWERED.value,
     messages.Offer: StepKind.OFFERED.value,
     messages.Accept: StepKind.ACCEPTED.value,
     messages.Want: StepKind.WANTED.value,

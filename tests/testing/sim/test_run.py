@@ -41,7 +41,7 @@ def test_scenario_passes(name: str) -> None:
 
 
 def test_every_known_failure_has_a_scenario() -> None:
-    rows = [f"{kind}{n}" for kind, last in zip("CSLP", (11, 8, 11, 9), strict=True)
+    rows = [f"{kind}{n}" for kind, last in zip("CSLPA", (11, 8, 11, 9, 11), strict=True)
             for n in range(1, last + 1)]  # fmt: skip
     assert list(SCENARIOS) == rows
 
@@ -76,6 +76,13 @@ def test_a_broken_rule_is_caught(name: str) -> None:
         ("keep-early-offers", "L7"),
         ("stale-incarnation", "P1"),
         ("accept-any-model", "P3"),
+        ("answer-each-ask", "A1"),
+        ("ask-once", "A2"),
+        ("ignore-the-answer", "A3"),
+        ("unpin-early", "A5"),
+        ("digest-ignored", "A6"),
+        ("pin-for-long", "A7"),
+        ("decline-silently", "A9"),
     ],
 )
 def test_the_scenario_of_a_mistake_catches_it(name: str, scenario: str) -> None:

@@ -238,7 +238,7 @@ class EndpointLoop:
         reason = self.side.waits_for(handle)
         age_s = max(0.0, now - handle.begun)
         num_pages = max(counts.values(), default=0)
-        return RoomUsage(age_s, reason, num_pages, handle.num_tokens, num_bytes)
+        return RoomUsage(age_s, reason, num_pages, handle.held_tokens, num_bytes)
 
     def _stop(self) -> None:
         self._stopped = True

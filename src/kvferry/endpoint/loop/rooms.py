@@ -13,7 +13,7 @@ from kvferry.endpoint.handles import Handle
 from kvferry.errors import InputError, Misuse
 from kvferry.ids import MAX_ID, MAX_NAME, Peer, Room
 from kvferry.plan.binding_cache import BindingCache
-from kvferry.protocol.events import Event, Received, Report, Tick
+from kvferry.protocol.events import Event, LookUp, Received, Report, Tick
 from kvferry.protocol.outcome import Failure, FailureCode, Status
 from kvferry.telemetry.logs.context import about
 from kvferry.telemetry.observer import Observer
@@ -37,6 +37,8 @@ class RoomTable(Generic[H]):
         # Threads of this endpoint that are overdue, and by how many seconds.
         self.stalled: dict[str, float] = {}
         self.bindings = BindingCache()
+        # At a source: lets the engine look up a prefix.
+        self.look_up: Callable[[LookUp], None] = unanswered
 
     # ------------------------------------------------------------ for any thread
 
@@ -145,6 +147,11 @@ class RoomTable(Generic[H]):
         if handle.outcome is None:
             now = status(handle.room)
             handle.status = handle.status if now is None else now
+
+
+def unanswered(action: LookUp) -> None:
+    """Refuse a look-up: only sources have them."""
+    raise AssertionError(action)
 
 
 def with_stalls(failure: Failure, stalled: Mapping[str, float]) -> Failure:

@@ -169,7 +169,7 @@ class SourceSide(LoopSide):
             handle.tables.add_rows(step.rows)
         event = step.event
         if isinstance(event, Push):
-            handle.num_tokens = max(handle.num_tokens, event.tokens.end)
+            handle.held_tokens = max(handle.held_tokens, event.tokens.end)
             self.observer.step(event.room, StepKind.PUSHED, event.tokens)
         elif isinstance(event, Finish):
             handle.finished = time.monotonic()

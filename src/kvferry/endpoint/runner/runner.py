@@ -31,6 +31,7 @@ from kvferry.protocol.events import (
     Event,
     Forget,
     Gather,
+    LookUp,
     Open,
     OwnStall,
     Post,
@@ -132,13 +133,16 @@ class PeersPort(Protocol):
 
 
 class RoomsPort(Protocol):
-    """Tells the engine how rooms end."""
+    """Tells the engine how rooms end, and asks it what it holds."""
 
     def report(self, action: Report) -> None:
         """Report a room's outcome."""
 
     def release(self, room: Room) -> None:
         """Report that the engine may reuse a room's memory."""
+
+    def look_up(self, action: LookUp) -> None:
+        """At a source: let the engine look up a prefix, and answer with ``Held``."""
 
 
 D = TypeVar("D", bound=DataPort)
@@ -374,6 +378,8 @@ class SourceRunner(MachineRunner[SourceMachine, SourceDataPort]):
                 self._post(action)
             case Discard(op=op):
                 self._discard(op)
+            case LookUp():
+                self.ports.rooms.look_up(action)
             case _:
                 super()._perform(action)
 

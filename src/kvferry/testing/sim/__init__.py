@@ -5,6 +5,7 @@ have failed. ``BREAKS`` are deliberately broken rules that show what the simulat
 A result's ``violations`` are the promises that were broken, each with its seed and history.
 """
 
+from kvferry.testing.sim import pull_breaks as _pull_breaks  # noqa: F401 - fills BREAKS
 from kvferry.testing.sim import runner_breaks as _runner_breaks  # noqa: F401 - fills BREAKS
 from kvferry.testing.sim.breaks import BREAKS
 from kvferry.testing.sim.run import SimResult, hunt, run_scenario, run_seed

@@ -5,7 +5,8 @@ machine or of a runner, so the product has no code for it. The command line name
 class name in kebab case, and its docstring is its title. A rule may ask for the faults under which
 it does damage; the seed draws all other faults as usual.
 
-``runner_breaks`` has the rules that concern the runner, its ports and its events.
+``runner_breaks`` has the rules that concern the runner, its ports and its events, ``pull_breaks``
+those of pulls.
 """
 
 # The methods are documented where they are overridden from.
@@ -25,7 +26,7 @@ from kvferry.layout.spec import CacheSpec, StateRow
 from kvferry.plan.plan import Plan, Request
 from kvferry.protocol.admission import SourceAdmission
 from kvferry.protocol.credits import AccountKey, CreditBook
-from kvferry.protocol.declines import Declined, Declines
+from kvferry.protocol.declines import Declines
 from kvferry.protocol.events import Action, Event, Finish, Push, Receive
 from kvferry.protocol.handshake import SourceLinks, TargetLinks
 from kvferry.protocol.inbound import ActiveScatters, InboundTransfer, InboundTransfers, TargetRoom
@@ -452,10 +453,10 @@ class AcceptAnyModel(SourceLinks):
 class DeclineSilently(Declines):
     """Sources are not told that a room was cancelled before its offer."""
 
-    def due(self, now: float, resend_s: float) -> list[Declined]:
-        for one in super().due(now, 0.0):
-            self.answered(one.link, one.room, one.generation)
-        return []
+    def send(self) -> None:
+        for one in list(self.waiting.values()):
+            if one.link.state is LinkState.UP:
+                self.answered(one.link, one.room, one.generation)
 
 
 @broken_rule(machine("target"), one_sided=0.3)

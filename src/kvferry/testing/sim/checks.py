@@ -103,6 +103,15 @@ class NodeChecks:
                 text = f"{node.peer} calls {peer} silent after running for {silent_s:.2f} s"
                 self._world.violate("never hangs", text, room)
 
+    def table_sizes(self) -> dict[str, int]:
+        """Return the sizes of tables that must be empty when nothing is in progress."""
+        runner = self._node.runner
+        return table_sizes(runner.machine) | {
+            "writes in flight": len(runner.sessions.by_op),
+            "dead sessions": len(runner.sessions.records) - len(runner.machine.links),
+            "probes": len(self._node.peers.probes),
+        }
+
 
 def table_sizes(machine: SourceMachine | TargetMachine) -> dict[str, int]:
     """Return the sizes of a machine's tables that must be empty when nothing is in progress."""
@@ -112,6 +121,7 @@ def table_sizes(machine: SourceMachine | TargetMachine) -> dict[str, int]:
     }
     if isinstance(machine, SourceMachine):
         return sizes | {
+            "asked rooms": len(machine.asks.rooms),
             "writes": len(machine.inflight.writes),
             "proofs": len(machine.proofs.under_way),
             "undecided": len(machine.writes.undecided),

@@ -42,15 +42,20 @@ from kvferry.protocol.messages import Staging
 from kvferry.protocol.outcome import Done
 from kvferry.protocol.source import SourceMachine, SourceParts
 from kvferry.protocol.target import TargetMachine, TargetParts
+from kvferry.testing.sim import pulls
 from kvferry.testing.sim.engines import EnginePolicy, SourceNode, TargetNode
-from kvferry.testing.sim.jobs import SimJob, draw_pushes
+from kvferry.testing.sim.jobs import PREFILL, SimJob, draw_pushes
 from kvferry.testing.sim.memory import SimMemory
 from kvferry.testing.sim.nodes import Node
 from kvferry.testing.sim.wire import TRANSPORTS, Wire
 from kvferry.testing.sim.world import Faults, World
 
 MODEL = "model-1"
-PREFILL = "prefill"
+# The source endpoint of the first decode instance, and the target endpoint of the prefill instance.
+BACK, FRONT = "decode0-holds", "prefill-pulls"
+SOURCES = (PREFILL, BACK)
+# Both endpoints of an instance are in one process, and have one memory.
+SAME_PROCESS = {PREFILL: FRONT, FRONT: PREFILL, "decode0": BACK, BACK: "decode0"}
 STRANGER = "stranger"
 OTHER_MODEL = "model-2"
 # Jobs with a number from here on have the room of another job.
@@ -100,6 +105,7 @@ class Machines:
     source_runner: type[SourceRunner] = SourceRunner
     target_runner: type[TargetRunner] = TargetRunner
     sessions: type[Sessions] = Sessions
+    source_node: type[SourceNode] = SourceNode
     ports: Callable[[Any], Any] = lambda ports: ports
 
     def new_source(
@@ -124,7 +130,10 @@ class Machines:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterShape:
-    """The geometry of a cluster."""
+    """The geometry of a cluster, and how many pulls are among its jobs.
+
+    ``mutual``: the prefill instance and the first decode instance may pull from each other.
+    """
 
     spec: CacheSpec = DENSE
     prefill: Parallel = TP2
@@ -140,6 +149,8 @@ class ClusterShape:
     proof: tuple[float, float] = (0.0, 1.0)
     num_pages: int = 24
     num_rows: int = 6
+    pulls: int = 0
+    mutual: bool = False
 
     @staticmethod
     def draw(rng: random.Random, faults: Faults) -> ClusterShape:
@@ -204,7 +215,12 @@ class SimCluster:
             )
             for i, sharding in enumerate(shape.decodes)
         }
-        for name, layout in {PREFILL: self.prefill, **self.decodes}.items():
+        self.layouts = {PREFILL: self.prefill, **self.decodes}
+        if shape.mutual:
+            self.layouts |= {FRONT: self.prefill, BACK: self.decodes["decode0"]}
+        self.pull_sides = [(PREFILL, name) for name in self.decodes]
+        self.pull_sides += [(BACK, FRONT)] * shape.mutual
+        for name, layout in self.layouts.items():
             for rank in range(layout.num_ranks):
                 self.boot(Peer(name, rank))
         if faults.strangers:
@@ -215,26 +231,37 @@ class SimCluster:
         """Every node, dead or alive."""
         return list(self.world.nodes.values())
 
+    @property
+    def sources(self) -> list[SourceNode]:
+        """Every node of a source."""
+        return [node for node in self.nodes if isinstance(node, SourceNode)]
+
     # ------------------------------------------------------------ processes
 
     def boot(self, peer: Peer) -> Node:
         """Start a process in a new incarnation."""
         self._lives += 1
-        node = self._source(peer) if peer.instance == PREFILL else self._target(peer)
+        node = self._source(peer) if peer.instance in SOURCES else self._target(peer)
         self.world.nodes[peer] = node
         return node
 
-    def _memory(self, layout: Layout, rank: int, num_slots: int) -> SimMemory:
-        slot_bytes = self.shape.staging.slot_bytes
-        return SimMemory(
-            layout, rank, self.shape.num_pages, self.shape.num_rows, num_slots, slot_bytes
-        )
+    def _memory(self, peer: Peer, num_slots: int) -> SimMemory:
+        """Return a rank's memory: that of the other endpoint of its process if there is one."""
+        other = self._beside(peer)
+        if other is not None and other.process.alive:
+            return other.memory.beside(num_slots)
+        shape = self.shape
+        layout = self.layouts["decode0" if peer.instance == STRANGER else peer.instance]
+        slot_bytes = shape.staging.slot_bytes
+        return SimMemory(layout, peer.rank, shape.num_pages, shape.num_rows, num_slots, slot_bytes)
 
     def _source(self, peer: Peer) -> SourceNode:
         config = self.shape.config
-        memory = self._memory(self.prefill, peer.rank, config.local_slots)
-        node = SourceNode(self.world, self.wire, peer, memory, self.shape.policy)
-        identity = Identity(peer, 1000 + self._lives, self.prefill, MODEL, b"", TRANSPORTS)
+        memory, layout = self._memory(peer, config.local_slots), self.layouts[peer.instance]
+        made = self.machines.source_node
+        node = made(self.world, self.wire, peer, memory, self.shape.policy)
+        node.on_look_up = partial(pulls.look_up, self, node)
+        identity = Identity(peer, 1000 + self._lives, layout, MODEL, b"", TRANSPORTS)
         node.runner = self.machines.new_source(
             identity, config, Ports(node, node, node.peers, node)
         )
@@ -242,12 +269,13 @@ class SimCluster:
 
     def _target(self, peer: Peer) -> TargetNode:
         stranger = peer.instance == STRANGER
-        layout = self.decodes["decode0" if stranger else peer.instance]
+        layout = self.layouts["decode0" if stranger else peer.instance]
         staging, model = self.shape.staging, OTHER_MODEL if stranger else MODEL
-        memory = self._memory(layout, peer.rank, staging.num_slots)
+        memory = self._memory(peer, staging.num_slots)
         # A stranger expects its own model at prefill, so only the handshake can refuse it.
-        prefill = Instance(PREFILL, model, self.prefill)
-        node = TargetNode(self.world, self.wire, peer, memory, prefill)
+        sources = [name for name in SOURCES if name in self.layouts]
+        holders = {name: Instance(name, model, self.layouts[name]) for name in sources}
+        node = TargetNode(self.world, self.wire, peer, memory, holders)
         identity = Identity(peer, 1000 + self._lives, layout, model, b"", TRANSPORTS)
         config, pools = self.shape.config, memory.pools
         node.runner = self.machines.new_target(
@@ -257,13 +285,21 @@ class SimCluster:
         node.on_failure = lambda room: self.cancel_room(peer.instance, room)
         return node
 
+    def _beside(self, peer: Peer) -> Node | None:
+        """Return the other endpoint of a peer's process."""
+        name = SAME_PROCESS.get(peer.instance)
+        return self.world.nodes.get(Peer(name, peer.rank)) if name else None
+
     def kill(self, node: Node, revive_after: float | None) -> None:
-        """Kill a process. Half of the others get a hint of it after a while."""
+        """Kill a process and its endpoints. Half of the others get a hint of it after a while."""
         world = self.world
         world.counts["kill"] += 1
         world.record(node.peer, "!", "killed")
         node.process.alive = False
         self.wire.kill(node)
+        beside = self._beside(node.peer)
+        if beside is not None and beside.process.alive:
+            self.kill(beside, revive_after)
         for other in self.nodes:
             if other is not node and world.rng.random() < 0.5:
                 delay = 0.01 + world.rng.random() * 0.2
@@ -297,14 +333,14 @@ class SimCluster:
     def _revive(self, node: Node) -> None:
         if self.world.nodes[node.peer] is node:
             again = self.boot(node.peer)
-            if node.peer.instance == PREFILL:
+            if node.peer.instance in SOURCES:
                 self._announce_restart(again)
 
     def _announce_restart(self, source: Node) -> None:
         """Tell targets of a source's new incarnation, as discovery does; some late, some never."""
         news = PeerRestarted(source.peer, source.incarnation)
         for other in self.nodes:
-            if other.peer.instance != PREFILL and self.world.rng.random() < 0.7:
+            if other.peer.instance not in SOURCES and self.world.rng.random() < 0.7:
                 self.world.at(self.world.rng.random() * 0.2, partial(other.deliver, news))
 
     # ------------------------------------------------------------ jobs
@@ -343,6 +379,9 @@ class SimCluster:
 
     def start(self, job: SimJob) -> None:
         """Start a job at every rank of both engines, in any order."""
+        if job.chain is not None:
+            pulls.start_pull(self, job)
+            return
         rng = self.world.rng
         late = rng.random() * 1.0 if self.world.inject("late_decode") else 0.0
         one_sided = self.world.inject("one_sided")
@@ -362,7 +401,7 @@ class SimCluster:
         job, rng = self.draw_job(deadline_s=5.0, probe=True), self.world.rng
         asked_first = rng.random() < 0.5
         for node in self.nodes:
-            if isinstance(node, SourceNode):
+            if node.peer.instance == PREFILL:
                 self.world.at(rng.random() * 0.05, partial(node.start, job))
             elif isinstance(node, TargetNode) and node.peer.instance == job.decode:
                 self.world.at(rng.random() * 0.05, partial(node.decline, job, asked_first))
@@ -384,10 +423,14 @@ class SimCluster:
         return not self.failures(job)
 
     def failures(self, job: SimJob) -> list[str]:
-        """Return the outcome at each rank where a job is not done."""
+        """Return the outcome at each rank where a job is not done.
+
+        A holder takes part in a pull only if it holds something.
+        """
+        sides = (job.decode,) if job.chain is not None else (PREFILL, job.decode)
         outcomes = {
             node.peer: node.outcomes.get(job.room)
             for node in self.nodes
-            if node.peer.instance in (PREFILL, job.decode)
+            if node.peer.instance in sides
         }
         return [f"{peer}: {end}" for peer, end in outcomes.items() if not isinstance(end, Done)]

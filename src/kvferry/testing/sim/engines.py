@@ -16,7 +16,7 @@ from kvferry.ids import Op, Peer, Room, Session
 from kvferry.layout.intervals import Span
 from kvferry.plan.bind import PagedView, RankPair, StagingView, bind
 from kvferry.plan.places import PoolMap
-from kvferry.plan.plan import Block
+from kvferry.plan.plan import Block, Request
 from kvferry.protocol.events import (
     Cancel,
     Choose,
@@ -27,6 +27,7 @@ from kvferry.protocol.events import (
     Finish,
     Gather,
     Instance,
+    LookUp,
     Open,
     Post,
     Prepare,
@@ -70,6 +71,11 @@ class SourceNode(Node):
         super().__init__(world, wire, peer, memory)
         self.policy = policy
         self.pools: dict[Session, PoolMap] = {}
+        self.on_look_up: Callable[[LookUp], None] = lambda action: None
+        # When the machine first asked about each room.
+        self.looked_up: dict[Room, float] = {}
+        # Rooms for which the engine has pinned a prefix.
+        self.pinned: set[Room] = set()
 
     def begin(self, job: SimJob, allocation: SimAllocation) -> None:
         """Open the room, then push chunks as they are computed."""
@@ -123,6 +129,12 @@ class SourceNode(Node):
         else:
             self.runner.take(chosen, self.world.now)
 
+    def look_up(self, action: LookUp) -> None:
+        """Let the engine look up what it holds."""
+        self.world.record(self.peer, ">", action)
+        self.looked_up[action.room] = self.world.now
+        self.on_look_up(action)
+
     def cut(self, session: Session) -> None:
         """Let submitted writes continue to their end."""
         self.world.record(self.peer, ">", f"cut {session}")
@@ -156,6 +168,18 @@ class SourceNode(Node):
         self.world.record(self.peer, ">", Discard(op))
         self.wire.gathers.discard(self, op)
 
+    def check_step(self) -> None:
+        """Check that no prefix stays pinned that some target does not claim."""
+        config = self.machine.config
+        patience_s = config.unclaimed_offer_ttl_s + config.resend_s
+        for name, asked_at in self.looked_up.items():
+            room = self.machine.rooms.get(name)
+            if room is None or room.failure or not room.known_to_engine:
+                continue
+            is_late = self.world.now > asked_at + patience_s
+            if is_late and room.expects_targets(self.peer.rank):
+                self.world.violate("never leaks", f"{self.peer} pins what nobody claims", name)
+
     def check_release(self, room: Room) -> None:
         """Check that no write and no gather still reads the room's pages."""
         writes = (flight.action for flight in self.wire.flights if flight.source is self)
@@ -171,10 +195,10 @@ class TargetNode(Node):
     runner: TargetRunner
 
     def __init__(
-        self, world: World, wire: Wire, peer: Peer, memory: SimMemory, prefill: Instance
+        self, world: World, wire: Wire, peer: Peer, memory: SimMemory, holders: dict[str, Instance]
     ) -> None:
         super().__init__(world, wire, peer, memory)
-        self.prefill = prefill
+        self.holders = holders
         self.is_stranger = False
         self.on_failure: Callable[[Room], None] = lambda room: None
         self.jobs: dict[Room, SimJob] = {}
@@ -186,8 +210,9 @@ class TargetNode(Node):
             PageTableMessage(name, tuple(pages)) for name, pages in allocation.pages.items()
         )
         due = self.due.get(job.room, self.world.now)
-        wanted = ReceiveRequest(job.room, job.request, tables, due, job.digest)
-        self.deliver(Receive(self.prefill, wanted))
+        digest = b"" if job.chain else job.digest
+        wanted = ReceiveRequest(job.room, job.request, tables, due, digest, job.chain)
+        self.deliver(Receive(self.holders[job.prefill], wanted))
         if self.world.inject("cancel_target"):
             self.world.at(self.world.rng.random() * 0.2, lambda: self.deliver(Cancel(job.room)))
 
@@ -195,7 +220,7 @@ class TargetNode(Node):
         """Decline a room, at once or after asking for it."""
         allocation = self.memory.allocate(job.number, job.request) if asked_first else None
         if allocation is None:
-            self.deliver(Decline(job.room, self.prefill))
+            self.deliver(Decline(job.room, self.holders[job.prefill]))
             return
         self.start_in(job, allocation)
         self.world.at(self.world.rng.random() * 0.02, lambda: self.deliver(Cancel(job.room)))
@@ -257,8 +282,13 @@ class TargetNode(Node):
             return
         if self.is_stranger:
             self.world.violate("lets nobody in", f"{self.peer} serves another model", room)
-        if outcome.metadata != self.jobs[room].metadata:
+        job, allocation = self.jobs[room], self.allocations[room]
+        if job.chain is not None:
+            assert outcome.pulled is not None
+            self.world.counts["pulled" if outcome.pulled else "pulled-nothing"] += 1
+            allocation.request = Request(outcome.pulled, min(job.request.prefix, outcome.pulled))
+        if outcome.metadata != (b"" if outcome.pulled == 0 else job.metadata):
             self.world.violate("never corrupts", f"{self.peer} got other metadata", room)
-        error = self.memory.find_error(self.allocations[room])
+        error = self.memory.find_error(allocation)
         if error:
             self.world.violate("never corrupts", f"{self.peer}: {error}", room)

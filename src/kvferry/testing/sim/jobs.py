@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from kvferry.ids import Room
 from kvferry.layout.intervals import Span
 from kvferry.plan.plan import Request
+from kvferry.prefix import PrefixChain
+
+PREFILL = "prefill"
 
 
 @dataclass(frozen=True)
@@ -21,8 +24,19 @@ class SimPush:
 
 
 @dataclass(frozen=True)
+class SimHolding:
+    """What a holder finds for a pull: first tokens of a sequence, which may be another job's."""
+
+    number: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class SimJob:
-    """One request. ``probe`` marks the jobs that must succeed once the faults have stopped."""
+    """One request. ``probe`` marks the jobs that must succeed once the faults have stopped.
+
+    With a ``chain`` it is a pull of what ``prefill`` holds.
+    """
 
     room: Room
     number: int
@@ -33,10 +47,15 @@ class SimJob:
     metadata: bytes
     probe: bool = False
     pace_s: float = 0.0
+    prefill: str = PREFILL
+    chain: PrefixChain | None = None
+    held: SimHolding = SimHolding(0, 0)
 
     @property
     def digest(self) -> bytes:
         """The digest by which both sides recognise the request."""
+        if self.chain is not None:
+            return self.chain.digest(self.request.num_tokens)
         return f"request {self.number}".encode()
 
 

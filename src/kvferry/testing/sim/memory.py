@@ -7,6 +7,7 @@ misplaced or from another room is found. Released memory is poisoned, so a late 
 from __future__ import annotations
 
 import hashlib
+from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -75,6 +76,12 @@ class SimMemory:
             for name in self._shards
         }
 
+    def beside(self, num_slots: int) -> SimMemory:
+        """Return the same pages with slots of another endpoint of the process."""
+        other = copy(self)
+        other.slots = [np.full(self.slot_bytes, POISON, np.uint8) for _ in range(num_slots)]
+        return other
+
     def _is_state(self, group: str) -> bool:
         return isinstance(self._groups[group].kind, StateRow)
 
@@ -110,12 +117,17 @@ class SimMemory:
         pages = {name: [self._free[name].pop() for _ in range(n)] for name, n in needed.items()}
         return SimAllocation(room, request, pages)
 
-    def release(self, allocation: SimAllocation) -> None:
-        """Free pages and poison them."""
+    def overwrite(self, allocation: SimAllocation) -> None:
+        """Poison pages."""
         for name, pages in allocation.pages.items():
             for one in self._layers[name]:
                 one.values[pages] = POISON
                 one.hits[pages] = 0
+
+    def release(self, allocation: SimAllocation) -> None:
+        """Free pages and poison them."""
+        self.overwrite(allocation)
+        for name, pages in allocation.pages.items():
             self._free[name] = pages + self._free[name]
 
     def _num_pages(self, name: str, request: Request) -> int:
@@ -170,6 +182,12 @@ class SimMemory:
     def find_error(self, allocation: SimAllocation) -> str | None:
         """Return what is wrong with a room that was reported done: its bytes or its writes."""
         request = allocation.request
+        if not request.num_tokens:
+            held = (
+                (one, allocation.pages[name]) for name in self._shards for one in self._layers[name]
+            )
+            written = any(one.hits[pages].any() for one, pages in held)
+            return "bytes of an empty room were written" if written else None
         for name, shard in self._shards.items():
             group: Group = self._groups[name]
             owed = group.owed(request.num_tokens, request.prefix)

@@ -18,6 +18,7 @@ from kvferry.protocol.codec import BadFrame
 from kvferry.protocol.events import (
     Cancel,
     Event,
+    LookUp,
     Prove,
     Proven,
     Release,
@@ -28,7 +29,7 @@ from kvferry.protocol.events import (
 )
 from kvferry.protocol.messages import Envelope
 from kvferry.protocol.outcome import Failure, FailureCode, Outcome
-from kvferry.testing.sim.checks import NodeChecks, table_sizes
+from kvferry.testing.sim.checks import NodeChecks
 from kvferry.testing.sim.jobs import SimJob
 from kvferry.testing.sim.memory import SimAllocation, SimMemory
 from kvferry.testing.sim.wire import RETRY_S, Wire
@@ -123,6 +124,35 @@ class SimPeers:
         self._world.at(0.01, lambda: node.wire.probe(node, record.life, until=until))
 
 
+class SimProofs:
+    """The sums of rooms' pages that a node computes."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._under_way: dict[Op, Prove] = {}
+
+    def begin(self, action: Prove) -> None:
+        """Answer after a while."""
+        self._under_way[action.op] = action
+        world = self._node.world
+        world.at(0.001 + world.rng.random() * 0.02, lambda: self._end(action))
+
+    def reads(self, room: Room) -> bool:
+        """Whether a room's pages are being read."""
+        return any(action.room == room for action in self._under_way.values())
+
+    def _end(self, action: Prove) -> None:
+        node = self._node
+        if not node.process.alive or node.process.defer(lambda: self._end(action)):
+            return
+        allocation = node.allocations.get(action.room)
+        if allocation is None:
+            node.world.violate("never reuses", "a proof of released pages", action.room)
+            return
+        del self._under_way[action.op]
+        node.deliver(Proven(action.op, node.memory.sums(action, allocation)))
+
+
 class Node(ABC):
     """One process with its runner and its memory."""
 
@@ -139,7 +169,7 @@ class Node(ABC):
         self.outcomes: dict[Room, Outcome] = {}
         self.allocations: dict[Room, SimAllocation] = {}
         self.due: dict[Room, float] = {}
-        self.proving: dict[Op, Prove] = {}
+        self.proofs = SimProofs(self)
         self._tick_at: float | None = None
         # Events collected while a process catches up, for one turn.
         self._batch: list[Event] | None = None
@@ -181,6 +211,7 @@ class Node(ABC):
         self.world.steps += 1
         self.runner.turn(self.checks.track(events), self.world.now)
         self.checks.check()
+        self.check_step()
         self._schedule_tick()
 
     def _catch_up(self, deferred: list[Action]) -> None:
@@ -232,6 +263,13 @@ class Node(ABC):
             self.checks.check_silence(room, outcome)
         self.check_outcome(room, outcome)
 
+    def look_up(self, action: LookUp) -> None:
+        """Let the engine look up what it holds; only sources have it."""
+        raise AssertionError(action)
+
+    def check_step(self) -> None:  # noqa: B027
+        """Check the engine's side after a step."""
+
     def check_outcome(self, room: Room, outcome: Outcome) -> None:  # noqa: B027
         """Check how a room ended."""
 
@@ -242,7 +280,7 @@ class Node(ABC):
         if allocation is None or room not in self.outcomes:
             self.world.violate("never leaks", f"{self.peer} released a room not reported", room)
             return
-        if any(action.room == room for action in self.proving.values()):
+        if self.proofs.reads(room):
             self.world.violate("never reuses", f"{self.peer} released pages being proven", room)
         self.check_release(room)
         self.memory.release(allocation)
@@ -253,20 +291,7 @@ class Node(ABC):
     def prove(self, action: Prove) -> None:
         """Compute sums of a room's pages after a while."""
         self.world.record(self.peer, ">", action)
-        self.proving[action.op] = action
-        self.world.at(0.001 + self.world.rng.random() * 0.02, lambda: self._prove(action))
-
-    def _prove(self, action: Prove) -> None:
-        if not self.process.alive:
-            return
-        if self.process.defer(lambda: self._prove(action)):
-            return
-        allocation = self.allocations.get(action.room)
-        if allocation is None:
-            self.world.violate("never reuses", "a proof of released pages", action.room)
-            return
-        del self.proving[action.op]
-        self.deliver(Proven(action.op, self.memory.sums(action, allocation)))
+        self.proofs.begin(action)
 
     # ------------------------------------------------------------ engine
 
@@ -280,14 +305,6 @@ class Node(ABC):
         """Close the endpoint if its memory is free: to others, the end is proof of that."""
         process = self.process
         process.has_left = process.alive and not process.stalled_for and self.runner.holds_no_memory
-
-    def table_sizes(self) -> dict[str, int]:
-        """Return the sizes of tables that must be empty when nothing is in progress."""
-        return table_sizes(self.machine) | {
-            "writes in flight": len(self.runner.sessions.by_op),
-            "dead sessions": len(self.runner.sessions.records) - len(self.machine.links),
-            "probes": len(self.peers.probes),
-        }
 
     def start(self, job: SimJob) -> None:
         """Start a job as soon as there are pages for it."""
@@ -307,6 +324,13 @@ class Node(ABC):
             self.world.at(0.05, lambda: self._start_when_pages_are_free(job, until))
             return
         self.start_in(job, allocation)
+
+    def pin(self, job: SimJob, allocation: SimAllocation) -> None:
+        """Start a job whose pages are cached here. If the process is stopped, it starts later."""
+        if not self.process.alive:
+            return
+        if not self.process.defer(lambda: self.pin(job, allocation)):
+            self.start_in(job, allocation)
 
     def start_in(self, job: SimJob, allocation: SimAllocation) -> None:
         """Start a job in these pages."""

@@ -14,16 +14,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvferry.protocol.states import RoomState
+from kvferry.testing.sim import pulls
 from kvferry.testing.sim.breaks import BREAKS
 from kvferry.testing.sim.cluster import (
     CONFIG,
-    PREFILL,
     STRANGER,
     ClusterShape,
     Machines,
     SimCluster,
 )
-from kvferry.testing.sim.engines import EnginePolicy
+from kvferry.testing.sim.engines import EnginePolicy, SourceNode
 from kvferry.testing.sim.jobs import SimJob
 from kvferry.testing.sim.nodes import Node
 from kvferry.testing.sim.scenarios import SCENARIOS
@@ -39,6 +39,8 @@ PROBES_AT = CALM_AT + 2.1
 END_AT = PROBES_AT + 5.5
 # A source that failed a room at its deadline refuses late offers for ``unclaimed_offer_ttl_s``.
 AFTER_DEADLINE_S = CONFIG.unclaimed_offer_ttl_s + 0.5
+# Part of the worlds in which instances pull.
+PULLS = 0.35
 # How long a source may keep a room after decode declined it: a handshake may have to come first.
 DECLINED_S = 1.0
 
@@ -79,6 +81,16 @@ def run_seed(
     shape = ClusterShape.draw(rng, faults)
     if policy is not None:
         shape = replace(shape, policy=policy)
+    # A generator of its own, so that worlds without pulls stay as they were.
+    pull_rng = random.Random(f"pulls {seed}")
+    if pull_rng.random() < PULLS:
+        shape = replace(
+            shape,
+            pulls=pull_rng.randint(1, 3),
+            mutual=pull_rng.random() < 0.4,
+            num_pages=shape.num_pages * pulls.MORE_PAGES,
+            num_rows=shape.num_rows * pulls.MORE_PAGES,
+        )
     cluster = SimCluster(seed, faults, shape, machines, CALM_AT)
     return _run(cluster, _disturb)
 
@@ -116,9 +128,14 @@ def _run(
         probes = [cluster.draw_job(deadline_s=5.0, probe=True) for _ in range(2)]
         for probe in probes:
             cluster.start(probe)
-        declined = cluster.decline_one()
+        declined = [cluster.decline_one()]
+        if cluster.shape.pulls:
+            probes.append(pulls.draw_pull(cluster, probe=True))
+            cluster.start(probes[-1])
+            declined.append(pulls.cancel_one(cluster))
         cluster.world.run(PROBES_AT + DECLINED_S)
-        _check_declined(cluster, declined)
+        for job in declined:
+            _check_declined(cluster, job)
         _run_to_the_end(cluster, probes)
         _check_end(cluster, probes)
     except Violation as violation:
@@ -143,6 +160,8 @@ def _disturb(cluster: SimCluster) -> None:
     for _ in range(rng.randint(2, 4)):
         job = cluster.draw_job()
         world.at(rng.random() * 1.5, partial(cluster.start, job))
+    for _ in range(cluster.shape.pulls):
+        world.at(rng.random() * 1.5, partial(cluster.start, pulls.draw_pull(cluster)))
     if world.faults.strangers:
         world.counts["strangers"] += 1
         cluster.start(cluster.draw_job(decode=STRANGER))
@@ -220,7 +239,7 @@ def _run_to_the_end(cluster: SimCluster, probes: list[SimJob]) -> None:
 def _leftovers(node: Node) -> list[str]:
     """Return the tables of a machine and an engine that are not empty."""
     names = [f"room {room!r}" for room in [*node.allocations, *node.due]]
-    return names + [f"{key}: {value}" for key, value in node.table_sizes().items() if value]
+    return names + [f"{key}: {value}" for key, value in node.checks.table_sizes().items() if value]
 
 
 def _check_declined(cluster: SimCluster, job: SimJob) -> None:
@@ -229,7 +248,7 @@ def _check_declined(cluster: SimCluster, job: SimJob) -> None:
     A source whose engine has not opened the room yet, for want of pages, may remember it.
     """
     for node in cluster.nodes:
-        if node.peer.instance != PREFILL:
+        if not isinstance(node, SourceNode):
             continue
         room = node.machine.rooms.get(job.room)
         if room is not None and room.state is not RoomState.WARNED:
@@ -240,6 +259,7 @@ def _check_declined(cluster: SimCluster, job: SimJob) -> None:
 def _check_end(cluster: SimCluster, probes: list[SimJob]) -> None:
     """Check that the probes are done, every room has ended and every table is empty."""
     world = cluster.world
+    pulls.check_agreement(cluster)
     for job in probes:
         if not cluster.is_done(job):
             text = f"no progress after the faults stopped: {cluster.failures(job)}"

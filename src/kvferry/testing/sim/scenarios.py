@@ -1,7 +1,7 @@
 """Named scenarios: situations in which other systems of this kind have failed.
 
-C is for completion, S for staging, L for lifetime, P for peers. Each scenario has a script and a
-demand, which is checked in addition to the promises that hold in every run.
+C is for completion, S for staging, L for lifetime, P for peers, A for asking a holder. Each has a
+script and a demand, which is checked in addition to the promises that hold in every run.
 """
 
 from __future__ import annotations
@@ -16,25 +16,30 @@ from kvferry.protocol.events import Discard, Gather, Post, Release, Report
 from kvferry.protocol.messages import (
     Accept,
     Arrived,
+    Ask,
     Close,
     Complete,
     Grant,
     Hello,
+    Holding,
     NoSession,
     Offer,
     Staging,
     Want,
     Welcome,
 )
-from kvferry.protocol.outcome import Failure, FailureCode
-from kvferry.testing.sim.cluster import HYBRID, PREFILL, STRANGER, ClusterShape, SimCluster
+from kvferry.protocol.outcome import Done, Failure, FailureCode
+from kvferry.testing.sim.cluster import BACK, FRONT, HYBRID, STRANGER, ClusterShape, SimCluster
 from kvferry.testing.sim.engines import EnginePolicy, SourceNode
+from kvferry.testing.sim.jobs import PREFILL
 from kvferry.testing.sim.scripts import (
     Script,
     all_of,
     ask_again,
     at,
+    at_first,
     cancel,
+    change,
     hostile_frames,
     huge_page,
     jobs,
@@ -43,6 +48,7 @@ from kvferry.testing.sim.scripts import (
     layers,
     lose_first,
     other_version,
+    pull,
     script,
     shuffle_notes,
     slow_gathers,
@@ -98,6 +104,18 @@ def gathered_early(cluster: SimCluster) -> None:
     seen = set(map(type, _seen(cluster)))
     if not seen.issuperset({Gather, Post, Discard}):
         cluster.world.violate("never hangs", f"nothing was gathered early: {seen}")
+
+
+@script
+def pulled(cluster: SimCluster, *tokens: int) -> None:
+    """Demand that the jobs, in order, have brought these numbers of tokens to every rank."""
+    for job, expected in zip(cluster.jobs, tokens, strict=False):
+        for node in cluster.nodes:
+            outcome = node.outcomes.get(job.room)
+            if node.peer.instance != job.decode:
+                continue
+            if not isinstance(outcome, Done) or outcome.pulled != expected:
+                cluster.world.violate("never hangs", f"{node.peer}: {outcome}", job.room)
 
 
 @script
@@ -187,6 +205,9 @@ TIGHT = ClusterShape(
     num_rows=2,
 )
 EVERYONE = ("decode0", PREFILL)
+PULLS = ClusterShape(
+    prefill=Parallel(tp=2), decodes=(Parallel(tp=2),), num_pages=160, num_rows=24, pulls=1
+)
 ALL_KINDS = (Hello, Welcome, Offer, Accept, Want, Grant, Arrived, Close, Complete)
 
 SCENARIOS: dict[str, Scenario] = {
@@ -393,5 +414,73 @@ SCENARIOS: dict[str, Scenario] = {
         ),
         all_of(all_done, links_are_closed),
         TWO_DECODES,
+    ),
+    "A1": Scenario(
+        "each rank that asks gets one answer: all, a part or nothing",
+        all_of(pull(32, 32), pull(32, 16), pull(16, 0)),
+        pulled(32, 16, 0),
+        PULLS,
+    ),
+    "A2": Scenario(
+        "the first Ask and the first Holding are lost",
+        all_of(lose_first(Ask, Holding), pull(32, 16), pull(16, 0)),
+        pulled(16, 0),
+        PULLS,
+    ),
+    "A3": Scenario(
+        "a pull moves windows and state at the length that is held",
+        all_of(pull(32, 16), pull(32, 32)),
+        pulled(16, 32),
+        replace(PULLS, spec=HYBRID, decodes=(Parallel(tp=4),)),
+    ),
+    "A4": Scenario(
+        "a holder dies between its answer and the transfer",
+        all_of(at_first(Holding, kill(PREFILL, 0, 0.05)), pull(32, 32), at(2.0, jobs(1))),
+        all_of(failed_with("decode0", 0, *LOST, FailureCode.ABORTED), done(1)),
+        PULLS,
+    ),
+    "A5": Scenario(
+        "two instances pull from each other at once",
+        all_of(*(pull(32, 32, sides) for sides in ((PREFILL, "decode0"), (BACK, FRONT)) * 3)),
+        pulled(*[32] * 6),
+        replace(PULLS, mutual=True),
+    ),
+    "A6": Scenario(
+        "a holder of another sequence is refused",
+        pull(32, 32, lies=True),
+        failed_with("decode0", 0, FailureCode.CONTENT_DIFFERS, FailureCode.ABORTED),
+        PULLS,
+    ),
+    "A7": Scenario(
+        "a pin that one rank never claims ends in time",
+        pull(32, 32),
+        released_soon,
+        PULLS,
+        Faults(one_sided=1.0),
+    ),
+    "A8": Scenario(
+        "a rank that asks and vanishes leaves no pin",
+        all_of(at_first(Ask, kill("decode0", 0, None)), pull(32, 32)),
+        released_soon,
+        PULLS,
+    ),
+    "A9": Scenario(
+        "a pull that is given up before its answer is unpinned",
+        all_of(at_first(Ask, cancel(0, "decode0")), pull(32, 32)),
+        released_soon,
+        PULLS,
+        Faults(drop=0.1),
+    ),
+    "A10": Scenario(
+        "an answer beyond the question is refused",
+        all_of(change(Holding, num_tokens=48), pull(32, 32)),
+        failed_with("decode0", 0, FailureCode.BAD_NOTE, FailureCode.ABORTED),
+        PULLS,
+    ),
+    "A11": Scenario(
+        "a source that does not know Ask holds nothing",
+        all_of(change(Welcome, answers=False), pull(32, 32)),
+        pulled(0),
+        PULLS,
     ),
 }

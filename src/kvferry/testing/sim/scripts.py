@@ -12,12 +12,14 @@ import msgspec
 
 from kvferry.ids import Peer, Session
 from kvferry.layout import Span
+from kvferry.plan.plan import Request
 from kvferry.protocol.codec import MAGIC, encode
 from kvferry.protocol.events import Cancel
 from kvferry.protocol.messages import VERSION, Accept, Arrived, Envelope, Offer, PageTableMessage
 from kvferry.testing.sim.cluster import SimCluster
 from kvferry.testing.sim.engines import TargetNode
-from kvferry.testing.sim.jobs import layer_by_layer
+from kvferry.testing.sim.jobs import PREFILL, SimHolding, layer_by_layer
+from kvferry.testing.sim.pulls import ANOTHER, draw_pull, sequence_chain
 
 P = ParamSpec("P")
 Script = Callable[[SimCluster], None]
@@ -87,6 +89,60 @@ def ask_again(cluster: SimCluster, index: int) -> None:
         if isinstance(node, TargetNode):
             node.deliver(Cancel(job.room))
             again(node)
+
+
+# ---------------------------------------------------------------- pulls
+
+
+@script
+def pull(
+    cluster: SimCluster,
+    asked: int,
+    held: int,
+    sides: tuple[str, str] = (PREFILL, "decode0"),
+    *,
+    lies: bool = False,
+) -> None:
+    """Pull ``asked`` tokens from a holder that has ``held``, of another sequence if it lies."""
+    job = draw_pull(cluster, sides)
+    cluster.jobs[-1] = job = replace(
+        job,
+        request=Request(asked),
+        chain=sequence_chain(job.number, asked),
+        held=SimHolding(job.number + ANOTHER * lies, held),
+        deadline_s=4.0,
+    )
+    cluster.start(job)
+
+
+@script
+def at_first(cluster: SimCluster, kind: type, act: Script) -> None:
+    """Run another script when the first frame of a kind is sent."""
+    seen: list[Envelope] = []
+
+    def intercept(sender: Peer, to: Peer, envelope: Envelope) -> list[float] | None:
+        if isinstance(envelope.body, kind) and not seen:
+            seen.append(envelope)
+            cluster.world.at(0.0, lambda: act(cluster))
+        return None
+
+    cluster.world.intercept = intercept
+
+
+@script
+def change(cluster: SimCluster, /, kind: type, **fields: object) -> None:
+    """Change fields of every frame of a kind."""
+    world = cluster.world
+
+    def intercept(sender: Peer, to: Peer, envelope: Envelope) -> list[float] | None:
+        if not isinstance(envelope.body, kind):
+            return None
+        other = msgspec.structs.replace(envelope.body, **fields)
+        frame = encode(msgspec.structs.replace(envelope, body=other))
+        world.at(0.002, partial(world.arrive, to, frame))
+        return []
+
+    world.intercept = intercept
 
 
 # ---------------------------------------------------------------- processes and time
