@@ -85,7 +85,7 @@ def test_the_others_go_on_without_a_worker_and_ctrl_c_ends_everything(start: Sta
     said = answer(told["url"])
     assert said["kvferry"]["source"] == "transferred"
 
-    *_before, _discovery, _router, prefill, _decode = children(process.pid)
+    *_before, _discovery, prefill, _decode, _router = children(process.pid)
     os.kill(prefill, signal.SIGKILL)
     again = answer(told["url"])
     assert again["kvferry"]["source"] == "recomputed"
@@ -102,11 +102,20 @@ def test_the_others_go_on_without_a_worker_and_ctrl_c_ends_everything(start: Sta
     demand_gone(parts, files)
 
 
+def test_the_router_starts_once_all_workers_are_ready(start: Start) -> None:
+    """Before that it would have decode compute prompts."""
+    process = start("serve", "--tiny", "--prefill", "tp=3", "--port", "0", "--json")
+    told = first_line(process)
+    assert list(told["parts"])[-1] == "router"
+    answers = [answer(told["url"])["kvferry"]["source"] for _ in range(5)]
+    assert answers == 5 * ["transferred"]
+
+
 def test_without_its_router_a_cluster_ends(start: Start) -> None:
     process = start("serve", "--tiny", "--prefill", "tp=1", "--port", "0", "--json")
     first_line(process)
     parts = family(process.pid)
-    *_before, _discovery, router, _prefill, _decode = children(process.pid)
+    *_before, _discovery, _prefill, _decode, router = children(process.pid)
     os.kill(router, signal.SIGKILL)
     out, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1

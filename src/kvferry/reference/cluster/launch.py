@@ -237,12 +237,14 @@ class ClusterLaunch:
             child = self._start("status" if address else "discovery", options)
             self.wait_ready([child], ready)
             address = address or child.url
-        router = self._start("router", router_options(cluster, address))
-        children = [router]
-        for worker in workers:
-            instance = worker_options(cluster, worker, model, address)
-            children.append(self._start(worker.name, instance))
+        children = [
+            self._start(worker.name, worker_options(cluster, worker, model, address))
+            for worker in workers
+        ]
         self.wait_ready(children, ready)
+        # Last: with decode alone it would let decode compute the first prompts.
+        router = self._start("router", router_options(cluster, address))
+        self.wait_ready([router], ready)
         _wait_until_routed(router.url, {worker.name for worker in workers})
         return router.url
 
