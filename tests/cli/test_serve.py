@@ -147,3 +147,6 @@ def test_print_config_prints_the_resulting_configuration(
     assert main(["serve", "decode", "--tiny", "--layout", "tp=3", "--print-config"]) == 0
     options = json.loads(capsys.readouterr().out)
     assert (options["name"], options["engine"]["tp"]) == ("decode-0", 3)
+    router = "router --decode-url http://127.0.0.1:1 --max-in-flight 3 --print-config"
+    assert main(["serve", *router.split()]) == 0
+    assert json.loads(capsys.readouterr().out)["max_in_flight"] == 3
