@@ -22,10 +22,11 @@ class ProofMode(StrEnum):
     FULL = "full"
 
 
-# Parts of the rooms and of the cells of such a room that are compared.
+# Parts of the rooms and of the cells of such a room that are compared. The proof of a small room
+# takes more than the room itself, so it is all or nothing.
 PROVEN = {
     ProofMode.OFF: (0.0, 1.0),
-    ProofMode.SAMPLED: (1 / 64, 1 / 4),
+    ProofMode.SAMPLED: (1 / 256, 1.0),
     ProofMode.FULL: (1.0, 1.0),
 }
 # A trace event takes some 150 bytes, and a room of one chunk has some ten events at each rank.
@@ -50,8 +51,8 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``trace_events``: number of trace events kept in memory. 0 turns tracing and the status
     reports to the discovery service off.
     ``metrics``: whether to count anything, for Prometheus and for ``stats``.
-    ``proof``: a target compares checksums of the content of all rooms (``full``), of a part of some
-    rooms (``sampled``), or of none (``off``). Sources follow their targets.
+    ``proof``: a target compares checksums of the content of all rooms (``full``), of one in 256
+    (``sampled``), or of none (``off``). Sources follow their targets.
     ``protocol``: timers and limits of the protocol.
     ``options``: the transport's own options.
     """

@@ -40,7 +40,7 @@ MIN_SPAN_TOKENS = 256
 # An entry is cut into chunks of this many bytes, with a pair of keys for every word.
 CHUNK_BYTES = 4096
 GOLDEN = 0x9E3779B97F4A7C15
-_STEP = np.array([GOLDEN], dtype=np.uint64)
+WORD = (1 << 64) - 1
 
 
 class ProofRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -58,12 +58,19 @@ def room_proof(origin: int, number: int, rooms: float, share: float) -> ProofReq
     """
     if not rooms or not share:
         return None
-    seed, chance = mix(
-        np.array([origin, ~origin], dtype=np.int64).view(np.uint64) + _STEP * np.uint64(number)
-    )
-    if float(chance) >= rooms * 2.0**64:
+    # Every room comes here, and integers cost less than arrays of one word.
+    drawn = _mixed(origin + number * GOLDEN)
+    if drawn >= rooms * 2.0**64:
         return None
-    return ProofRequest(int(seed) & MAX_ID, max(1, round(share * ALL_CELLS)))
+    return ProofRequest(_mixed(drawn + GOLDEN) & MAX_ID, max(1, round(share * ALL_CELLS)))
+
+
+def _mixed(word: int) -> int:
+    """Return ``mix`` of the lower 64 bits of an integer."""
+    word &= WORD
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & WORD
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & WORD
+    return word ^ (word >> 31)
 
 
 def mix(words: Words) -> Words:
@@ -178,7 +185,8 @@ class CellEntries(NamedTuple):
     """The entries of one tensor in a column of cells: the same tokens and units of some layers.
 
     ``cells`` is the index of each layer's cell among the chosen ones. Token ``i`` is at position
-    ``positions[i]`` of the request, and its first unit is ``offsets[i]`` bytes behind a base.
+    ``positions[i]`` of the request, and its first unit is ``offsets[i]`` bytes behind a base. The
+    elements of a unit are ``element_stride`` bytes apart.
     """
 
     cells: Int64s
@@ -189,6 +197,8 @@ class CellEntries(NamedTuple):
     units: Span
     unit_stride: int
     unit_bytes: int
+    element_bytes: int
+    element_stride: int
 
     @property
     def layer_bytes(self) -> int:
@@ -257,6 +267,8 @@ def _move_entries(
             move.units,
             at.unit_stride,
             tensor.unit_bytes,
+            tensor.dtype.num_bytes,
+            at.element_stride or tensor.dtype.num_bytes,
         )
 
 

@@ -162,7 +162,8 @@ class Transferred:
 
     def view(self, group: str, tensor: str, layer: int) -> Bytes:
         """Return the last target's pages as [page, token, unit, byte]."""
-        return self.targets[-1].view(HYBRID.group(group), tensor, layer).view(np.uint8)
+        elements = self.targets[-1].view(HYBRID.group(group), tensor, layer)
+        return elements.view(np.uint8)
 
     def page(self, group: str, index: int) -> int:
         """Return a page of the last target's table."""

@@ -51,6 +51,7 @@ class CellSums:
             (np.array(first, dtype=np.int64), entries.labels),
             (entries.offsets, entries.positions),
             (len(units), units.first, entries.unit_stride, entries.unit_bytes),
+            (entries.element_bytes, entries.element_stride),
             sums,
         )
         self._sums[entries.cells] += sums

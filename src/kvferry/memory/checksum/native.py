@@ -29,6 +29,7 @@ SIGNATURE = numba.types.void(
     numba.types.Tuple((_INT64S, _UINT64S)),
     numba.types.UniTuple(_INT64S, 2),
     numba.types.UniTuple(numba.types.int64, 4),
+    numba.types.UniTuple(numba.types.int64, 2),
     _UINT64S,
 )
 
@@ -149,16 +150,30 @@ def _entry_value(address: int, unit_bytes: int, keys: Any, label: Any, place: in
     return total
 
 
-def add_entries(keys: Any, layers: Any, tokens: Any, units: Any, sums: Any) -> None:
+@_inlined
+def _contiguous(address: int, elements: Any, copy: Any) -> Any:
+    """Return the address of a unit's elements one after another, in ``copy`` if they are apart."""
+    element_bytes, element_stride = elements
+    if element_stride == element_bytes:
+        return address
+    for at in range(len(copy)):
+        element, byte = at // element_bytes, at % element_bytes
+        copy[at] = _load_byte(address + element * element_stride + byte)
+    return copy.ctypes.data
+
+
+def add_entries(keys: Any, layers: Any, tokens: Any, units: Any, elements: Any, sums: Any) -> None:
     """Add the values of a layer's entries to its sum, in every layer.
 
     ``layers``: the address and the label of each. ``tokens``: the offset of each token's first
     unit, and its position. ``units``: number, first of the model, stride and bytes of a unit.
+    ``elements``: bytes and stride of an element.
     """
     addresses, labels = layers
     offsets, positions = tokens
     num_units, first_unit, unit_stride, unit_bytes = units
     num_tokens = len(offsets)
+    copy = numpy.empty(unit_bytes if elements[0] != elements[1] else 0, numpy.uint8)
     # Walk through memory in its order, whether units or tokens are next to each other.
     by_unit = num_tokens > 1 and abs(offsets[1] - offsets[0]) < unit_stride
     for layer in range(len(addresses)):
@@ -166,13 +181,15 @@ def add_entries(keys: Any, layers: Any, tokens: Any, units: Any, sums: Any) -> N
         if by_unit:
             for unit in range(num_units):
                 for token in range(num_tokens):
-                    address = base + offsets[token] + unit * unit_stride
+                    first = base + offsets[token] + unit * unit_stride
+                    address = _contiguous(first, elements, copy)
                     place = positions[token] << UNIT_BITS | first_unit + unit
                     total += _entry_value(address, unit_bytes, keys, label, place)
         else:
             for token in range(num_tokens):
                 for unit in range(num_units):
-                    address = base + offsets[token] + unit * unit_stride
+                    first = base + offsets[token] + unit * unit_stride
+                    address = _contiguous(first, elements, copy)
                     place = positions[token] << UNIT_BITS | first_unit + unit
                     total += _entry_value(address, unit_bytes, keys, label, place)
         sums[layer] += total
