@@ -327,6 +327,40 @@ def _rooms(body: dict[str, Any], room: int) -> int | list[int]:
     return list(range(first, first + num_choices))
 
 
+class VllmToSglangAdapter(SglangAdapter):
+    """Adapter of vLLM as prefill and SGLang as decode.
+
+    A prefill worker's name is the address of the discovery service where it is the only instance.
+    """
+
+    def for_prefill(self, call: ApiCall, room: int, deadline_s: float) -> bytes:
+        """Ask for one token, which the room carries to SGLang."""
+        body = _one_token(call, room)
+        body[PARAMS][OWN_FIELD]["first_token"] = True
+        return msgspec.json.encode(body)
+
+    def can_split(self, call: ApiCall) -> bool:
+        """Accept one prompt and one choice, as vLLM does."""
+        return VllmAdapter.can_split(self, call)
+
+
+class SglangToVllmAdapter(SglangAdapter):
+    """Adapter of SGLang as prefill, without data-parallel replicas, and vLLM as decode."""
+
+    def for_decode(self, call: ApiCall, room: int, prefill: str, deadline_s: float) -> bytes:
+        """Add the room and the instance that SGLang registers at its bootstrap address."""
+        params = _from_room(f"sglang/{prefill}/dp0of1", room)
+        return msgspec.json.encode(call.body | {PARAMS: params})
+
+    def whole(self, call: ApiCall) -> bytes:
+        """Leave out a client's own transfer parameters."""
+        return VllmAdapter.whole(self, call)
+
+    def can_split(self, call: ApiCall) -> bool:
+        """Accept one prompt and one choice, as vLLM does."""
+        return VllmAdapter.can_split(self, call)
+
+
 _ADAPTERS: dict[EngineName, type[EngineAdapter]] = {
     EngineName.KVFERRY: KvferryAdapter,
     EngineName.VLLM: VllmAdapter,
@@ -334,6 +368,14 @@ _ADAPTERS: dict[EngineName, type[EngineAdapter]] = {
 }
 
 
-def adapter_of(engine: EngineName) -> EngineAdapter:
-    """Return the adapter of an engine."""
-    return _ADAPTERS[engine]()
+_PAIRS: dict[tuple[EngineName, EngineName], type[EngineAdapter]] = {
+    (EngineName.VLLM, EngineName.SGLANG): VllmToSglangAdapter,
+    (EngineName.SGLANG, EngineName.VLLM): SglangToVllmAdapter,
+}
+
+
+def adapter_of(engine: EngineName, decode: EngineName | None = None) -> EngineAdapter:
+    """Return the adapter of an engine, or of a pair if ``decode`` is another engine."""
+    if decode is None or decode is engine:
+        return _ADAPTERS[engine]()
+    return _PAIRS[engine, decode]()

@@ -42,7 +42,7 @@ class Router:
     """Handlers of the routes, and the objects that live as long as the application."""
 
     def __init__(self, options: RouterOptions, key: ClusterKey | None = None) -> None:
-        adapter = adapter_of(options.engine)
+        adapter = adapter_of(options.engine, options.decode_engine)
         fixed = [
             AnnouncedWorker(url, role, name)
             for role, urls in (

@@ -63,7 +63,9 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     worker that misses two health checks gets no new requests; after ``lost_s`` without a
     successful check its requests in flight fail. Prefill workers of vLLM are given as
     ``NAME=URL`` with their instance's name at discovery, or ``NAME*N=URL`` if N data-parallel
-    replicas share the URL; those of SGLang as ``HOST:PORT=URL`` with their bootstrap address.
+    replicas share the URL; those of SGLang as ``HOST:PORT=URL`` with their bootstrap address. With
+    another ``decode_engine`` those of vLLM are given as ``HOST:PORT=URL``, too, with the address of
+    a discovery service that has no other instance.
     """
 
     host: str = "127.0.0.1"
@@ -71,6 +73,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     discovery: str | None = None
     key: str | None = None
     engine: EngineName = EngineName.KVFERRY
+    decode_engine: EngineName | None = None
     prefill_urls: tuple[str, ...] = ()
     decode_urls: tuple[str, ...] = ()
     policy: BalancePolicy = BalancePolicy.LEAST_LOADED
@@ -116,8 +119,20 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         self._check_names()
 
     def _check_names(self) -> None:
+        is_pair = self.decode_engine not in (None, self.engine)
+        if is_pair and EngineName.KVFERRY in (self.engine, self.decode_engine):
+            raise InputError(
+                "the router pairs vLLM and SGLang with each other only; leave out decode_engine"
+            )
         for text in self.prefill_urls:
             name = named_url(text)[0]
+            if is_pair and not name.rpartition(":")[2].isdecimal():
+                raise InputError(
+                    f"with two engines a prefill worker is named by the address of its discovery "
+                    f"or bootstrap service; give {text!r:.200} as HOST:PORT=URL"
+                )
+            if is_pair:
+                continue
             if self.engine is EngineName.VLLM and not name:
                 raise InputError(
                     f"vLLM does not report its instance's name; give {text!r:.200} as "

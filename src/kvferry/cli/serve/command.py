@@ -81,7 +81,16 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
         worker.set_defaults(kind="worker", part=name, name=None, layout=None)
         worker.set_defaults(advertise=None)
     router = _part(parts, "router", "take requests and pair workers (port 8000)")
-    add_flags(router, "discovery", "engine", "first-token", "max-in-flight", *routing, *COMMON)
+    add_flags(
+        router,
+        "discovery",
+        "engine",
+        "decode-engine",
+        "first-token",
+        "max-in-flight",
+        *routing,
+        *COMMON,
+    )
     for name in sides:
         router.add_argument(
             f"--{name}-url",
@@ -90,7 +99,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
             help=f"an additional {name} worker; may be repeated; NAME=URL for vLLM and SGLang",
         )
     router.set_defaults(kind="router", prefill_url=None, decode_url=None)
-    router.set_defaults(engine=None, first_token=None, max_in_flight=None)
+    router.set_defaults(engine=None, decode_engine=None, first_token=None, max_in_flight=None)
 
 
 def _part(parts: argparse._SubParsersAction[Any], name: str, what: str) -> Parser:

@@ -97,6 +97,10 @@ FLAGS: dict[str, dict[str, Any]] = {
     },
     "advertise": {"metavar": "HOST", "help": "where others reach it, if not --host"},
     "engine": {"choices": list(map(str, EngineName)), "help": "what the workers run (kvferry)"},
+    "decode-engine": {
+        "choices": [str(EngineName.VLLM), str(EngineName.SGLANG)],
+        "help": "what the decode workers run, if prefill runs the other of vllm and sglang",
+    },
     "max-in-flight": {
         "metavar": "N",
         "help": "requests at a decode worker that reports no limit, such as vLLM's (no limit)",
@@ -198,6 +202,8 @@ def router_of(args: argparse.Namespace) -> RouterOptions:
     }
     if args.engine is not None:
         fields["engine"] = EngineName(args.engine)
+    if args.decode_engine is not None:
+        fields["decode_engine"] = EngineName(args.decode_engine)
     if args.first_token is not None:
         fields["first_token"] = FirstTokenFrom(args.first_token)
     if given("--max-in-flight", args.max_in_flight) is not None:

@@ -174,8 +174,13 @@ def _hybrid_layers(
 
     Every pipeline stage must have both, because it describes the groups of both.
     """
-    from sglang.srt.configs.hybrid_arch import mambaish_config  # noqa: PLC0415 - not in 0.5.21
-
+    try:
+        from sglang.srt.configs.hybrid_arch import mambaish_config  # noqa: PLC0415
+    except ImportError:
+        raise InputError(
+            "this SGLang does not say which layers of other pipeline stages have state; use 0.5.23 "
+            "or --pp-size 1"
+        ) from None
     config = mambaish_config(model)
     kinds = tuple(config.full_attention_layer_ids), tuple(config.mamba2_cache_params.layers)
     for span in spans:
