@@ -58,6 +58,23 @@ def test_without_a_proof_there_are_no_sums() -> None:
     assert sums_sent(w) == [None, None]
 
 
+@pytest.mark.parametrize("finished_first", [False, True])
+def test_a_request_longer_than_what_was_pushed_is_not_proven(finished_first: bool) -> None:
+    """The source has no pages for the rest, so it must fail the room before it computes sums."""
+    w = world()
+    w.hold.proofs = True
+    w.open(ROOM)
+    if not finished_first:
+        w.receive(ROOM, REQUEST)
+        w.run()
+    w.prefill_all(ROOM, REQUEST.num_tokens // 2)
+    if finished_first:
+        w.receive(ROOM, REQUEST)
+        w.run()
+    assert w.proofs == []
+    assert "not-all-pushed" in w.outcomes(ROOM)
+
+
 def test_other_sums_fail_the_room_and_name_the_cells() -> None:
     w = world()
     w.sums[SOURCES[1]] = b"12345678" + b"87654321"

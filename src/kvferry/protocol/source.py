@@ -201,8 +201,9 @@ class SourceMachine(Machine):
         room.finish = event
         for outbound in list(room.outbounds.values()):
             self.writes.push_rest(outbound, event)
-            self.proofs.begin(outbound)
         self._fail_unless_pushed(room)
+        for outbound in room.outbounds.values():
+            self.proofs.begin(outbound)
 
     def _on_cancel(self, event: Cancel) -> None:
         room = self.rooms.get(event.room)
@@ -251,8 +252,8 @@ class SourceMachine(Machine):
             self.writes.push(outbound, push)
         if room.finish:
             self.writes.push_rest(outbound, room.finish)
-            self.proofs.begin(outbound)
             self._fail_unless_pushed(room)
+            self.proofs.begin(outbound)
 
     def _fail_unless_pushed(self, room: SourceRoom) -> None:
         problem = room.push_problem()
