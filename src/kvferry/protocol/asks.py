@@ -75,6 +75,10 @@ class Asks:
         asked = self.rooms.get(event.room)
         if asked is None or asked.held is not None:
             self._outbox.counts["late"] += 1
+            if asked is None and len(self.rooms) < self._config.max_asked_rooms:
+                # Nobody waits any more. The room that the engine opens for it fails soon.
+                expires = self._outbox.now + self._config.resend_s
+                self.rooms[event.room] = AskedRoom("", expires, held=event.num_tokens)
             return
         asked.held = event.num_tokens
         for link in asked.askers:
