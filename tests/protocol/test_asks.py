@@ -141,6 +141,22 @@ def test_a_rank_that_never_asks_ends_the_pin() -> None:
     assert w.releases[LEAD, ROOM] == 1
 
 
+def test_an_answer_for_nobody_ends_the_pin() -> None:
+    """The engine took so long to answer that the source has forgotten who asked."""
+    w = world(source_tp=1, target_tp=1)
+    pull(w, T0)
+    w.tell(T0, Cancel(ROOM))
+    w.run()
+    w.wait(w.config.unclaimed_offer_ttl_s + 1)
+    hold(w, 16)
+    assert (LEAD, ROOM) not in w.reports
+    w.wait(w.config.resend_s)
+    failure = outcome(w, LEAD)
+    assert isinstance(failure, Failure)
+    assert failure.code is FailureCode.DEADLINE
+    assert w.releases[LEAD, ROOM] == 1
+
+
 def test_asked_rooms_are_bounded() -> None:
     w = world(source_tp=1, target_tp=1, max_asked_rooms=2)
     for room in ("one", "two", "three"):

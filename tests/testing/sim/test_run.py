@@ -33,6 +33,12 @@ def test_short_stops_do_not_count_as_silence(seed: int) -> None:
     assert not run_seed(seed).violations
 
 
+# An engine found a prefix 1.5 s after the last asker had given up, and kept it until the deadline.
+@pytest.mark.parametrize("seed", [1094])
+def test_a_prefix_found_too_late_is_released(seed: int) -> None:
+    assert not run_seed(seed).violations
+
+
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_scenario_passes(name: str) -> None:
     for seed in range(4):
