@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CODE = ROOT / "src" / "kvferry"
-MAX_TERMS = 46
+MAX_TERMS = 45
 ROWS = re.findall(
     r"(?m)^\| (?!term )([^|`-][^|]*) \| `([\w.]+)` \| .+ \|$",
     (ROOT / "docs" / "glossary.md").read_text("utf-8"),
