@@ -58,7 +58,7 @@ class Bench:
             ),
             "observer": Observer(),
             "answer": self.answers.append,
-            **dict.fromkeys(("transport_thread", "connect_unix")),
+            **dict.fromkeys(("transport_thread", "connect_unix", "proofs")),
         }
         self.scatters = StagedScatters(**parts)
         self._ops = 0

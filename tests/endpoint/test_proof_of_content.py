@@ -43,7 +43,6 @@ CASES = {
     "cp2-tp2": (layout(HYBRID, 4, cp=2), layout(HYBRID, 8, tp=2)),
 }
 TRANSPORTS = ("shm", "nixl", "mooncake")
-GPU = [pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def started(
@@ -74,7 +73,7 @@ def refused(fleet: Fleet) -> list[Failure]:
     return [outcome for outcome in outcomes if isinstance(outcome, Failure)]
 
 
-@pytest.mark.parametrize("transport", [*TRANSPORTS, *GPU])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("fault", list(ContentFault))
 def test_a_fault_is_refused(

@@ -64,7 +64,7 @@ class Failure(msgspec.Struct, frozen=True):
         return f"{self.code}: {self.message}" if self.message else str(self.code)
 
 
-class Done(msgspec.Struct, frozen=True):
+class Done(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     """Everything has arrived. ``metadata`` was sent by the lead source with its Close.
 
     ``pulled``: the tokens that a pull's room was about; 0 if the source held none.

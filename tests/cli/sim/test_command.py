@@ -37,7 +37,7 @@ def test_json_document_of_a_break(capsys: pytest.CaptureFixture[str]) -> None:
     got = json.loads(out)
     assert (status, got["caught"], got["after_seeds"]) == (0, True, 1)
     assert got["violations"][0]["seed"] == 0
-    status, out = sim(capsys, "--break silence-is-proof --seeds 1 --first-seed 0 --json")
+    status, out = sim(capsys, "--break count-own-stall --seeds 1 --first-seed 0 --json")
     assert (status, json.loads(out)["caught"]) == (1, False)
 
 
