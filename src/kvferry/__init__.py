@@ -58,8 +58,8 @@ if TYPE_CHECKING:
         attention_group,
     )
     from kvferry.layout.tokens import Pattern, Tokens
-    from kvferry.memory.copy.cpu import warm_up
     from kvferry.memory.pools import Memory, PoolArrays
+    from kvferry.memory.warm import warm_up
     from kvferry.model_config import (
         decode_config,
         model_fingerprint,
@@ -216,7 +216,7 @@ _HOMES = {
     "layout.pages": "touched_pages",
     "layout.spec": "CacheSpec DType Group Paged StateRow Tensor Window attention attention_group",
     "layout.tokens": "Pattern Tokens",
-    "memory.copy.cpu": "warm_up",
+    "memory.warm": "warm_up",
     "memory.pools": "Memory PoolArrays",
     "model_config": "decode_config model_fingerprint read_config",
     "plan.choose": "TransferMode",

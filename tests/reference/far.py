@@ -1,4 +1,4 @@
-"""A cluster of which one prefill worker is in name spaces of its own: run as ``-m serve.far``.
+"""A cluster of which one prefill worker is in name spaces of its own: run as ``-m reference.far``.
 
 This process is started with a network and mounts of its own, so that nothing of the machine's
 is touched.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import faulthandler
 import json
 import logging
 import multiprocessing
@@ -42,6 +43,8 @@ from kvferry.layout.layout import Parallel
 from kvferry.reference.options import InstanceOptions
 from kvferry.security.keys import ClusterKey
 
+# Tells where it hangs before the test gives up.
+STUCK_S = 150.0
 NEAR, FAR = "10.201.0.1", "10.201.0.2"
 # Mount, IPC and network: CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWNET.
 SPACES = 0x00020000 | 0x08000000 | 0x40000000
@@ -138,6 +141,7 @@ async def conversation(caller: Caller, prefills: list[Worker], decode: Worker) -
 
 def main(folder: str, key_file: str) -> None:
     """Start all, ask, print, stop."""
+    faulthandler.dump_traceback_later(STUCK_S, exit=True)
     see_own_devices()
     shell("ip link set lo up")
     os.environ["UCX_NET_DEVICES"] = "near"

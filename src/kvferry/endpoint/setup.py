@@ -17,11 +17,11 @@ from kvferry.endpoint.peer_metadata import PeerMetadata
 from kvferry.errors import InputError, TransportError
 from kvferry.ids import MAX_ID, Peer
 from kvferry.layout.layout import Layout
-from kvferry.memory.checksum import cpu as checksum
-from kvferry.memory.copy.cpu import copy_binding, warm_up
+from kvferry.memory.copy.cpu import copy_binding
 from kvferry.memory.copy.devices import copier_on
 from kvferry.memory.pools import Memory, PoolArrays, arrays_of
 from kvferry.memory.staging import SlotPool, allocate, slots_for
+from kvferry.memory.warm import warm_up
 from kvferry.plan.cost import slots_on
 from kvferry.protocol.checks import pools_problem
 from kvferry.protocol.links import Identity
@@ -187,7 +187,6 @@ def set_up(
         offers = transports.offers(writable=writable)
         if memory.device.is_host:
             warm_up()
-            checksum.warm_up()
         liveness_port = LivenessPort(config.host, identity.incarnation)
     except BaseException:
         transports.close()
