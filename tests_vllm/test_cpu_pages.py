@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
 from kvferry.connectors.vllm.cpu_pages import has_columns
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import vllm.v1.attention.backends.cpu_attn  # noqa: F401 - it warns when it is imported
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
