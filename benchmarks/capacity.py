@@ -55,7 +55,7 @@ START_S, ROOM_S = 2.0, 120.0
 
 
 class Seen(NamedTuple):
-    """What a load did, or is predicted to do."""
+    """Measured or predicted effects of a load."""
 
     p50_ms: float
     p99_ms: float

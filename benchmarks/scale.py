@@ -1,4 +1,4 @@
-"""What many instances cost: discovery, the links of one endpoint, and a router before many workers.
+"""Costs of many instances: discovery, the links of one endpoint, and a router before many workers.
 
     .venv/bin/python benchmarks/scale.py --quick --json
 

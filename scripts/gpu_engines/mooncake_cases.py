@@ -14,7 +14,7 @@ from typing import Any
 from gpu_engines.checklist import Case, CaseFailed, expect
 from gpu_engines.machine import Machine
 
-# What Mooncake's engine links to outside of its wheel, and the same libraries in NIXL's.
+# Libraries outside of its wheel that Mooncake's engine needs, and the same ones in NIXL's.
 _SYSTEM_LIBRARIES = {
     "libibverbs.so.1": "libibverbs-*",
     "libmlx5.so.1": "libmlx5-*",

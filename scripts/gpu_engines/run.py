@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What to run, where, and for how long at most."""
+    """The cases to run, where, and for how long at most."""
 
     engine: str
     device: DeviceKind

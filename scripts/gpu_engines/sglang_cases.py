@@ -39,7 +39,7 @@ MOVED_MS = "sglang:kv_transfer_latency_ms"
 
 
 class SglangRun:
-    """What the cases share: servers, and measured figures."""
+    """Shared state of the cases: servers and measured figures."""
 
     def __init__(self, servers: Servers, commands: SglangServers, repeats: int) -> None:
         self.servers = servers

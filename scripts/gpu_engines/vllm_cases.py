@@ -48,7 +48,7 @@ WARM_UP_S = 240.0
 
 
 class VllmRun:
-    """What the cases share: servers, answers of the reference, and measured figures."""
+    """Shared state of the cases: servers, the reference's answers and measured figures."""
 
     def __init__(self, servers: Servers, commands: VllmServers, repeats: int) -> None:
         self.servers = servers

@@ -30,7 +30,7 @@ _GRAPHS = {
     "cudagraph_mode": "FULL_DECODE_ONLY",
     "cudagraph_capture_sizes": [1, 2, 4, 8],
 }
-# What vLLM's own proxies send to prefill.
+# Fields that vLLM's own proxies send to prefill.
 _PROXY: Json = {
     "do_remote_decode": True,
     "do_remote_prefill": False,

@@ -17,7 +17,7 @@ ARCH = 90
 
 
 class Selection(NamedTuple):
-    """What to keep of one distribution, besides the rules for all.
+    """Files to keep of one distribution, besides the rules for all.
 
     ``drop`` matches paths to leave out, and ``keep`` paths to which the rules for all do not apply.
     If ``roots`` is given, a shared object travels only if ``roots`` matches it or one that travels

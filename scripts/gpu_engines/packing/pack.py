@@ -20,7 +20,7 @@ from gpu_engines.packing.contents import ARCH, CONTENTS, ROOT, Selection, linked
 # Archives, so that the GPU machine unpacks them in parallel.
 NUM_ARCHIVES = 4
 MANIFEST = "payload.json"
-# What may travel: the project's tree and the carried folder.
+# Limit of the project's tree and the carried folder together.
 LIMIT_BYTES = 64 << 20
 # The interpreter on the GPU machine, and the C libraries that its system satisfies.
 PYTHON = "3.12"
