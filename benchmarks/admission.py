@@ -164,7 +164,7 @@ async def measure(url: str, workers: list[str], seconds: float, rounds: int) -> 
         def ask() -> Awaitable[Outcome]:
             return request(http, url, numbers)
 
-        # The requests that two decode workers compute at a time, and half as many that wait for pages.
+        # Requests that two decode workers compute at a time, and half as many that wait for pages.
         num_clients = 3 * MAX_REQUESTS
         all_outcomes = list(await closed_loop(ask, num_clients, WARM_S))
         phases: dict[str, list[dict[str, Any]]] = {"peak": [], "overload": []}
