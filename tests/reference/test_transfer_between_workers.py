@@ -32,7 +32,7 @@ from reference.working import (
     options_for,
 )
 
-from kvferry import Layers
+from kvferry import EndpointConfig, Layers, ProofMode
 from kvferry.discovery.http.server import DiscoveryServer
 from kvferry.layout.layout import Order, Parallel
 from kvferry.reference.engine.requests import StepPlan
@@ -260,6 +260,9 @@ def test_a_real_model_says_the_same(smollm: Path, discovery: str) -> None:
 
 # ---------------------------------------------------------------- the negative control
 
+# A proof of content would refuse what these tests let through.
+UNPROVEN = EndpointConfig(proof=ProofMode.OFF)
+
 
 class Careless(PrefillExtension):
     """An endpoint whose transport says that it has copied and has not."""
@@ -273,7 +276,7 @@ def test_without_the_copy_the_answer_is_wrong(models: Models, discovery: str, al
     """The comparison above can fail."""
     folder = models[TinyKind.LLAMA]
     source = options_for("prefill", folder, discovery, ONE, name="careless")
-    target = options_for("decode", folder, discovery, ONE)
+    target = options_for("decode", folder, discovery, ONE, endpoint=UNPROVEN)
     with (
         hosted(source, extend=partial(Careless, source)) as (prefill,),
         hosted(target) as (decode,),
@@ -310,7 +313,7 @@ def test_a_layer_that_is_pushed_too_early_makes_the_answer_wrong(
     """The negative control of pushing by layers, and the same with the right extension."""
     folder, name = models[TinyKind.LLAMA], kind.__name__.lower()
     source = options_for("prefill", folder, discovery, ONE, name=name, layers=1)
-    target = options_for("decode", folder, discovery, ONE)
+    target = options_for("decode", folder, discovery, ONE, endpoint=UNPROVEN)
     with (
         hosted(source, extend=partial(kind, source)) as (prefill,),
         hosted(target) as (decode,),

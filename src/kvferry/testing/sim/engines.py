@@ -72,7 +72,7 @@ class SourceNode(Node):
         self.policy = policy
         self.pools: dict[Session, PoolMap] = {}
         self.on_look_up: Callable[[LookUp], None] = lambda action: None
-        # When the machine first asked about each room.
+        # When the machine first asked about each room, or the engine answered.
         self.looked_up: dict[Room, float] = {}
         # Rooms for which the engine has pinned a prefix.
         self.pinned: set[Room] = set()

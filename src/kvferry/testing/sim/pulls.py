@@ -114,6 +114,8 @@ def _hold(cluster: SimCluster, lead: SourceNode, job: SimJob, deadline: float) -
         elif allocation is not None:
             node.pinned.add(job.room)
             world.at(world.rng.random() * 0.02, partial(node.pin, pinned, allocation))
+    # An engine may answer when nobody waits any more; the source can act only from then on.
+    lead.looked_up[job.room] = world.now
     lead.deliver(Held(job.room, 0 if None in pages else held))
 
 
