@@ -40,7 +40,7 @@ class PrefixChain:
         self._digests = digests
         self.num_tokens = len(digests) // DIGEST_BYTES * SPAN_TOKENS
         table = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES)
-        # What a frame carries.
+        # The form that a frame carries.
         self.short = table[:, :SHORT_BYTES].tobytes()
 
     def digest(self, tokens: int) -> bytes:

@@ -136,7 +136,7 @@ class ScatterJob:
 
 @dataclass(slots=True, eq=False)
 class ProofJob:
-    """Sums of a room's pages, computed in steps so that copies need not wait for all of them."""
+    """Sums of a room's pages, computed in steps so that copies can run in between."""
 
     action: Prove
     start: Callable[[], CellSums]

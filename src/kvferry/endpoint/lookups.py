@@ -19,7 +19,7 @@ log = logging.getLogger("kvferry.endpoint")
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixQuery:
-    """What an instance asks for: the longest prefix of a sequence that is held here.
+    """Request of an instance for the longest prefix of a sequence that is held here.
 
     ``room``: the id under which the held prefix is to be opened at each rank.
     ``peer``: the rank that asks first. ``chain``: the sequence's short chain, to be compared with

@@ -199,7 +199,7 @@ class OutboundTransfer:
 
 @dataclass(slots=True, eq=False)
 class PushedSpans:
-    """What an engine has pushed of a room: tokens of layers, and the state rows of ``rows``."""
+    """Pushed part of a room: tokens of layers, and the state rows of ``rows``."""
 
     tokens: Coverage = field(default_factory=Coverage)
     rows: SpanSet = field(default_factory=SpanSet)

@@ -24,14 +24,14 @@ CREATE_SENDER = f"{_DISAGGREGATION}.prefill.PrefillBootstrapQueue.create_sender"
 SEND_METADATA = f"{_DISAGGREGATION}.decode.DecodePreallocQueue._send_kv_metadata"
 RELEASE = "sglang.srt.managers.scheduler.Scheduler.release_host_resources"
 IS_IDLE = "sglang.srt.managers.scheduler.Scheduler.is_fully_idle"
-# What every process of SGLang needs to offer the backend.
+# Hooks that every process of SGLang needs to offer the backend.
 PLUGIN_HOOKS = (
     "sglang.srt.plugins.hook_registry.HookRegistry",
     "sglang.srt.server_args.add_disagg_transfer_backend_choices",
     f"{_DISAGGREGATION}.utils.TransferBackend",
     f"{_DISAGGREGATION}.utils.get_kv_class",
 )
-# What a scheduler needs to run it.
+# Hooks that a scheduler needs to run it.
 SCHEDULER_HOOKS = (CREATE_SENDER, SEND_METADATA, RELEASE, IS_IDLE)
 _INTERFACES = f"{_DISAGGREGATION}.base.conn"
 
@@ -53,7 +53,7 @@ def missing_hook(paths: Iterable[str]) -> str | None:
 
 
 def missing_method(theirs: type, ours: type) -> str | None:
-    """Return the first public attribute of SGLang's interface that a class of ours lacks."""
+    """Return the first public attribute of SGLang's interface that kvferry's class lacks."""
     public = (name for name in vars(theirs) if not name.startswith("_"))
     return next((name for name in sorted(public) if not hasattr(ours, name)), None)
 

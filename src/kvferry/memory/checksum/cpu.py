@@ -13,7 +13,7 @@ import numpy as np
 from kvferry.memory.compiled import CompiledLoop
 from kvferry.plan.content import CellEntries, Words, chunk_keys
 
-# Content per step, about a millisecond: other work of a thread need not wait longer.
+# Content per step, about a millisecond, so that a thread's other work waits no longer.
 STEP_BYTES = 8 << 20
 
 _loop = CompiledLoop("kvferry.memory.checksum.native", "add_entries")
