@@ -39,11 +39,15 @@ class CaseReport(NamedTuple):
 
 
 class Case(NamedTuple, Generic[R]):
-    """A check, the servers that it needs, and why it is left out here, if it is."""
+    """A check, the servers that it needs, and why it is left out here, if it is.
+
+    A case that is ``on_request`` has servers of its own and runs only if ``--only`` names it.
+    """
 
     check: Callable[[R], str]
     needs: tuple[str, ...]
     left_out: str | None = None
+    on_request: bool = False
 
     @property
     def name(self) -> str:

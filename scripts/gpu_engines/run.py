@@ -130,12 +130,10 @@ def _mooncake(options: Options) -> Outcome:
 
 
 def _chosen(cases: Sequence[Case[Any]], options: Options) -> list[Case[Any]]:
-    return [
-        case
-        if not options.only or case.name in options.only
-        else case._replace(left_out="left out")
-        for case in cases
-    ]
+    def is_chosen(case: Case[Any]) -> bool:
+        return case.name in options.only if options.only else not case.on_request
+
+    return [case if is_chosen(case) else case._replace(left_out="left out") for case in cases]
 
 
 def _cases_table(reports: Sequence[CaseReport]) -> str:

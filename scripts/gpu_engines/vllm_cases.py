@@ -21,10 +21,12 @@ from gpu_engines.differences import shown_difference
 from gpu_engines.model import FIRST_WORD
 from gpu_engines.servers import Server, Servers, say
 from gpu_engines.vllm_drain import terminated_prefill_fails_no_request
+from gpu_engines.vllm_load import load_beside_nixl
 from gpu_engines.vllm_servers import (
     COMPLETIONS,
     ROOMS_DONE,
     SKIPPED,
+    WIDE,
     VllmAnswer,
     VllmServers,
     alone,
@@ -247,7 +249,16 @@ def links_take_cuda(run: VllmRun) -> str:
 
 def offloading_beside_kvferry(run: VllmRun) -> str:
     """MultiConnector with OffloadingConnector on both sides: cold, stored, and loaded prompts."""
-    prefill, decode = run.pair("multi-p", "multi-d")
+    return _check_offloading(run, "multi-p", "multi-d")
+
+
+def simple_offloading_beside_kvferry(run: VllmRun) -> str:
+    """The same with SimpleCPUOffloadConnector."""
+    return _check_offloading(run, "simple-p", "simple-d")
+
+
+def _check_offloading(run: VllmRun, *names: str) -> str:
+    prefill, decode = run.pair(*names)
     loaded = "vllm:external_prefix_cache_hits_total"
     for length in run.scale.lengths[1:]:
         ids = prompt(length, "offloaded")
@@ -469,6 +480,7 @@ def cases(*, is_cuda: bool) -> list[Case[VllmRun]]:
         Case(sixteen_at_once_through_the_router, (*base, "p32", "d32")),
         Case(skipped_transfer_changes_the_answer, (*base, "p32", "skipping")),
         Case(offloading_beside_kvferry, (*base, "multi-p", "multi-d"), only_cuda),
+        Case(simple_offloading_beside_kvferry, (*base, "simple-p", "simple-d"), only_cuda),
         Case(abort_frees_both_sides, (*base, "p32", "d32")),
         Case(captured_graphs_in_bfloat16, ("discovery", "alone16", "p16", "d16")),
         Case(links_take_cuda, ("p32", "p32x2", "p16"), only_cuda),
@@ -478,4 +490,5 @@ def cases(*, is_cuda: bool) -> list[Case[VllmRun]]:
             first_token_beside_nixl,
             ("discovery", "alone16", "p16", "d16", "nixl-p", "nixl-d"),
         ),
+        Case(load_beside_nixl, ("discovery", *WIDE), on_request=True),
     ]

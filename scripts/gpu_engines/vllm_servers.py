@@ -25,13 +25,13 @@ DRAIN_S = 60
 SKIPPED = "skip-"
 _GIB = 1 << 30
 # Decode steps are captured; nothing is compiled, which takes minutes.
-_GRAPHS = {
-    "mode": 0,
-    "cudagraph_mode": "FULL_DECODE_ONLY",
-    "cudagraph_capture_sizes": [1, 2, 4, 8],
-}
+_CAPTURED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+_GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4, 8]}
+_WIDE_GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]}
+# Servers for many requests at once; "x2" has two tensor-parallel ranks.
+WIDE = ("wide-p", "wide-d", "wide-px2", "nixl-wide-p", "nixl-wide-d", "nixl-wide-px2")
 # Fields that vLLM's own proxies send to prefill.
-_PROXY: Json = {
+PROXY: Json = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
     "remote_engine_id": None,
@@ -42,13 +42,17 @@ _PROXY: Json = {
 
 
 class VllmSide(NamedTuple):
-    """One server: ``transfer`` is its ``--kv-transfer-config``."""
+    """One server: ``transfer`` is its ``--kv-transfer-config``.
+
+    A ``wide`` one takes 256 requests at once, and has three times the cache.
+    """
 
     transfer: Json | None = None
     tp: int = 1
     block: int = 16
     dtype: str = "float32"
     batched: int = 8192
+    wide: bool = False
     flags: tuple[str, ...] = ()
     environment: Mapping[str, str] = {}
 
@@ -63,6 +67,9 @@ class VllmScale(NamedTuple):
     blocks: tuple[int, int, int]
     lengths: tuple[int, ...]
     timed_lengths: tuple[int, ...]
+    # Of prompts under load, and the numbers of requests at once.
+    loaded_lengths: tuple[int, ...]
+    levels: tuple[int, ...]
 
 
 GPU = VllmScale(
@@ -73,6 +80,8 @@ GPU = VllmScale(
     blocks=(16, 32, 64),
     lengths=(17, 113, 2001, 8001),
     timed_lengths=(113, 2001, 8001),
+    loaded_lengths=(1000, 8000),
+    levels=(1, 8, 64, 256),
 )
 # On a CPU vLLM transfers only between equal blocks.
 CPU = VllmScale(
@@ -83,6 +92,8 @@ CPU = VllmScale(
     blocks=(32, 32, 32),
     lengths=(33, 129, 609),
     timed_lengths=(33, 609),
+    loaded_lengths=(33, 300),
+    levels=(1, 4),
 )
 
 
@@ -132,13 +143,21 @@ class VllmServers:
                 *(1, middle),
                 batched=chunk,
             ),
-            "multi-p": VllmSide(self._beside_offloading("multi-p", "kv_producer"), 1, small),
-            "multi-d": VllmSide(self._beside_offloading("multi-d", "kv_consumer"), 1, small),
+            **{
+                name: VllmSide(self._beside(offloading, name, role), 1, small)
+                for name, offloading, role in (
+                    ("multi-p", "OffloadingConnector", "kv_producer"),
+                    ("multi-d", "OffloadingConnector", "kv_consumer"),
+                    ("simple-p", "SimpleCPUOffloadConnector", "kv_producer"),
+                    ("simple-d", "SimpleCPUOffloadConnector", "kv_consumer"),
+                )
+            },
             "alone16": VllmSide(None, 1, small, full),
             "p16": VllmSide(self._kvferry("p16", "kv_producer"), 1, small, full),
             "d16": VllmSide(self._kvferry("d16", "kv_consumer"), 1, small, full),
             "nixl-p": VllmSide(self._nixl("kv_producer"), 1, small, full, environment=get),
             "nixl-d": VllmSide(self._nixl("kv_consumer"), 1, small, full, environment=get),
+            **{name: self._wide(name, get) for name in WIDE},
         }
         specs = {name: self._vllm(name, side) for name, side in sides.items()}
         return {"discovery": self._discovery_spec(), **specs}
@@ -172,9 +191,23 @@ class VllmServers:
         buffers = {} if self._machine.is_cuda else {"kv_buffer_device": "cpu"}
         return {"kv_connector": "NixlConnector", "kv_role": role} | buffers
 
-    def _beside_offloading(self, name: str, role: str) -> Json:
+    def _wide(self, name: str, environment: Mapping[str, str]) -> VllmSide:
+        """Return a server for many requests, as its name says."""
+        role = "kv_producer" if "-p" in name else "kv_consumer"
+        is_nixl = name.startswith("nixl")
+        return VllmSide(
+            self._nixl(role) if is_nixl else self._kvferry(name, role),
+            2 if name.endswith("x2") else 1,
+            self.scale.blocks[0],
+            "bfloat16",
+            wide=True,
+            environment=environment if is_nixl else {},
+        )
+
+    def _beside(self, connector: str, name: str, role: str) -> Json:
+        """Return kvferry in a MultiConnector with a connector that offloads to host memory."""
         offloading = {
-            "kv_connector": "OffloadingConnector",
+            "kv_connector": connector,
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"cpu_bytes_to_use": 2 * _GIB},
         }
@@ -191,8 +224,10 @@ class VllmServers:
         command += ["--served-model-name", "m", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--dtype", side.dtype, "--tensor-parallel-size", str(side.tp)]
         command += ["--block-size", str(side.block), "--max-model-len", str(scale.max_tokens)]
-        command += ["--kv-cache-memory-bytes", str(scale.cache_bytes // side.tp)]
-        command += ["--max-num-seqs", "16", "--max-num-batched-tokens", str(side.batched)]
+        cache_bytes = scale.cache_bytes * (3 if side.wide else 1) // side.tp
+        command += ["--kv-cache-memory-bytes", str(cache_bytes)]
+        command += ["--max-num-seqs", "256" if side.wide else "16"]
+        command += ["--max-num-batched-tokens", str(side.batched)]
         command += ["--disable-uvicorn-access-log", "--seed", "0", *side.flags]
         if side.transfer is not None:
             command += ["--kv-transfer-config", json.dumps(side.transfer)]
@@ -207,7 +242,8 @@ class VllmServers:
             flags += ["--enforce-eager", "--attention-backend", "TRITON_ATTN"]
         else:
             flags += ["--attention-backend", "FLASH_ATTN"]
-            flags += ["--compilation-config", json.dumps(_GRAPHS)]
+            sizes = _WIDE_GRAPHS if side.wide else _GRAPHS
+            flags += ["--compilation-config", json.dumps(_CAPTURED | sizes)]
             flags += ["--kernel-config", json.dumps({"enable_jit_warmup": False})]
         if side.tp > 1:
             flags += ["--distributed-executor-backend", "mp", "--disable-custom-all-reduce"]
@@ -294,7 +330,7 @@ def in_turn(
     prefill: Server, decode: Server, ids: Sequence[int], max_tokens: int, room: str | None = None
 ) -> VllmAnswer:
     """Ask prefill, and decode with its answer, as vLLM's proxies do."""
-    params = _PROXY if room is None else _PROXY | {"kvferry": {"room": room}}
+    params = PROXY if room is None else PROXY | {"kvferry": {"room": room}}
     began = time.perf_counter()
     first = post(prefill, COMPLETIONS, body(ids, 1, kv_transfer_params=params))
     prefill_ms = 1e3 * (time.perf_counter() - began)
