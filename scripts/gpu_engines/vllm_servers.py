@@ -242,8 +242,12 @@ class VllmServers:
             flags += ["--enforce-eager", "--attention-backend", "TRITON_ATTN"]
         else:
             flags += ["--attention-backend", "FLASH_ATTN"]
-            sizes = _WIDE_GRAPHS if side.wide else _GRAPHS
-            flags += ["--compilation-config", json.dumps(_CAPTURED | sizes)]
+            if side.tp == 1:
+                sizes = _WIDE_GRAPHS if side.wide else _GRAPHS
+                flags += ["--compilation-config", json.dumps(_CAPTURED | sizes)]
+            else:
+                # Collectives through the host can't be captured.
+                flags += ["--enforce-eager"]
             flags += ["--kernel-config", json.dumps({"enable_jit_warmup": False})]
         if side.tp > 1:
             flags += ["--distributed-executor-backend", "mp", "--disable-custom-all-reduce"]
