@@ -49,9 +49,11 @@ test: $(INSTALLED) ## lint, types, import rules, tests
 	@$(MAKE) --no-print-directory -j2 lint unit
 
 # Many tests wait for processes and deadlines, so there are more workers than cores. Neighbours
-# stay with one worker as far as they can, because they share fixtures (models, clusters).
+# stay with one worker as far as they can, because they share fixtures (models, clusters). The copy
+# loops are compiled before, or every worker would do it.
 unit: $(INSTALLED)
 	@scripts/install-libibverbs $(BIN)/python
+	@$(BIN)/python -c 'import kvferry; kvferry.warm_up()'
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu and not page"
 
 # Needs Debian's chromium (apt-get install chromium); playwright only drives it.
