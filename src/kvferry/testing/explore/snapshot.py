@@ -67,9 +67,6 @@ def _attributes(value: object) -> dict[str, Any]:
     return named | getattr(value, "__dict__", {})
 
 
-# Most values are shared. The walks look at that before they call themselves, which takes longer.
-
-
 def _copy(value: Any, done: dict[int, Any]) -> Any:
     kind: Any = type(value)
     if _is_shared(kind):
@@ -81,6 +78,7 @@ def _copy(value: Any, done: dict[int, Any]) -> Any:
     new: Any = kind() if _is_container(kind) else object.__new__(kind)
     done[id(value)] = new
     if not _is_container(kind):
+        # Most attributes are shared, and calling this function for each would take longer.
         for name, part in _attributes(value).items():
             setattr(new, name, part if _is_shared(type(part)) else _copy(part, done))
     elif isinstance(value, dict):
