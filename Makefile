@@ -6,6 +6,8 @@ VERSION = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2]
 VENV := $(if $(filter python3,$(PYTHON)),.venv,.venv-$(VERSION))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# pip compiles packages on one core, compileall on all. Some packages have files that do not compile.
+PIP_FLAGS := --quiet --disable-pip-version-check --no-compile
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
 PLAN_MODEL := tests/data/configs/llama-3.3-70b.json
 
@@ -17,6 +19,9 @@ VLLM_VENV ?= .venv-vllm-$(VLLM)
 SGLANG ?= 0.5.23
 SGLANG_VENV ?= .venv-sglang-$(SGLANG)
 
+# Tests start hundreds of processes: none should have to compile what another one has compiled.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help install demo plan test test-vllm test-sglang test-page unit lint format bench soak mutants clean
 
 help: ## show this list
@@ -26,9 +31,10 @@ install: $(INSTALLED) ## make the virtual environment
 
 $(INSTALLED): pyproject.toml requirements/dev.txt requirements/no-deps.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/dev.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements/no-deps.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(BIN)/pip install $(PIP_FLAGS) -r requirements/dev.txt
+	$(BIN)/pip install $(PIP_FLAGS) --no-deps -r requirements/no-deps.txt
+	$(BIN)/pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e .
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
 demo: $(INSTALLED) ## a real model: prefill on 3 ranks, decode on 1, every token checked
@@ -43,9 +49,11 @@ test: $(INSTALLED) ## lint, types, import rules, tests
 	@$(MAKE) --no-print-directory -j2 lint unit
 
 # Many tests wait for processes and deadlines, so there are more workers than cores. Neighbours
-# stay with one worker as far as they can, because they share fixtures (models, clusters).
+# stay with one worker as far as they can, because they share fixtures (models, clusters). The copy
+# loops are compiled before, or every worker would do it.
 unit: $(INSTALLED)
 	@scripts/install-libibverbs $(BIN)/python
+	@$(BIN)/python -c 'import kvferry; kvferry.warm_up()'
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu and not page"
 
 # Needs Debian's chromium (apt-get install chromium); playwright only drives it.

@@ -1,8 +1,9 @@
-"""Run the command line in this process and return its output."""
+"""Run the command line: in this process, or in one that can be interrupted."""
 
 from __future__ import annotations
 
 import json
+import signal
 from typing import Any
 
 import pytest
@@ -10,6 +11,15 @@ import pytest
 from kvferry.cli.main import main
 
 SHAPE = "--layers 64 --kv-heads 8 --head-dim 128"
+
+
+def heed_interrupts() -> None:
+    """Have processes that start from now on heed SIGINT.
+
+    A shell starts background jobs with SIGINT ignored, and their children inherit that.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def plan(capsys: pytest.CaptureFixture[str], words: str | list[str]) -> tuple[int, str, str]:

@@ -27,7 +27,7 @@ PAGE = ROOT / "docs" / "support.md"
 
 
 class Cell(StrEnum):
-    """What is known of a combination, weakest first."""
+    """The kinds of evidence for a combination, weakest first."""
 
     PLANNED = "planned"
     REFUSED = "refused"
@@ -36,7 +36,7 @@ class Cell(StrEnum):
 
 
 class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a test shows for some families and layouts; without a test, the reason of a refusal.
+    """A test's evidence for some families and layouts; without a test, the reason of a refusal.
 
     No families means all of the section.
     """

@@ -26,7 +26,7 @@ PATH = re.compile(r"`([\w./*-]+(?:\.py|\.toml|\.md|/))`")
 
 
 def found(name: str, before: Path | None) -> list[Path]:
-    """What a path stands for: from a root on, or, a bare name, beside what was named before."""
+    """The file of a path: below a root, or for a bare name beside the file named before."""
     beside = [] if before is None or "/" in name else [before, before.parent]
     folders = [*beside, CODE, ROOT]
     return next((there for folder in folders if (there := sorted(folder.glob(name)))), [])
@@ -65,7 +65,7 @@ class Row:
 
     @property
     def parts(self) -> set[str]:
-        """What of kvferry is in it: packages, and modules beside them."""
+        """kvferry's names in it: packages, and modules beside them."""
         paths = [path for line in self.lines for _, there in named(line) for path in there]
         return {path.relative_to(CODE).parts[0].removesuffix(".py") for path in paths}
 
@@ -151,7 +151,7 @@ def test_the_threads_are_those_of_the_code() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """What a page's headings are called in links."""
+    """The anchors of a page's headings."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {
         re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings

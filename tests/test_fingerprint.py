@@ -1,4 +1,4 @@
-"""The fingerprint of a model as it is served: equal for what may be joined, and nothing else."""
+"""The fingerprint of a served model: equal for engines that may be joined, else different."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OLD: dict[str, Any] = {"rope_theta": 500000, "rope_scaling": {"rope_type": "llam
 NEW: dict[str, Any] = {
     "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **SCALING}
 }
-# What transformers and SGLang make of the newer words beside them.
+# The meaning that transformers and SGLang give to the newer words beside them.
 BOTH: dict[str, Any] = {
     "rope_theta": None,
     "rope_scaling": {**NEW["rope_parameters"], "type": "llama3", "truncate": None},

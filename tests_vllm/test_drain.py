@@ -173,7 +173,7 @@ def text_of(chunks: list[Json]) -> str:
 
 
 CHAT = [{"role": "user", "content": "Name three rivers in Asia."}]
-# What the clients ask for, each again and again.
+# Each client repeats one of these requests.
 REQUESTS: tuple[Callable[[Server], object], ...] = (
     lambda server: token_ids(complete(server, prompt_of(50, 400), ANSWER)),
     lambda server: token_ids(complete(server, "A ferry is a boat that", ANSWER)),

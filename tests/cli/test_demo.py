@@ -75,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def right(folder: Path, questions: Sequence[str]) -> list[Answer]:
-    """What a cluster that does its work would have answered."""
+    """The answers of a cluster that works."""
     asked = compare(folder, [Answer(question) for question in questions], 6, DType.FLOAT32)
     return [Answer(one.answer.question, tokens=list(one.expected)) for one in asked]
 

@@ -1,4 +1,4 @@
-"""What is not installed is said before anything starts, with the command that installs it."""
+"""A missing package is reported before any process starts, with the command that installs it."""
 
 from __future__ import annotations
 

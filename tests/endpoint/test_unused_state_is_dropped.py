@@ -1,4 +1,4 @@
-"""What a loop drops once it is unused: connections, routes, sent frames and ended links."""
+"""A loop drops unused state: connections, routes, sent frames and ended links."""
 
 from __future__ import annotations
 

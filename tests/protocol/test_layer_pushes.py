@@ -69,7 +69,7 @@ def test_any_cut_in_any_order_arrives_once(
         w.run()
     states = any(isinstance(group.kind, StateRow) for group in source.spec.groups)
     for peer in list(w.sources):
-        # Ranks need not agree on how they push.
+        # Ranks may push in different ways.
         for push in data.draw(pushes(source.spec.num_layers, states=states)):
             w.tell(peer, push)
     w.run()

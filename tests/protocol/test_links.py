@@ -261,7 +261,7 @@ def test_session_is_replaced_when_the_next_is_confirmed(incarnation: int) -> Non
 
 
 def test_forgotten_session_is_proof() -> None:
-    """The transport need not report the tear-down."""
+    """The room ends, although the transport has not reported the tear-down."""
     w = world()
     w.hold.teardowns = True
     w.open(ROOM)

@@ -242,7 +242,7 @@ def test_modes_of_an_announced_chunk_are_requested_once() -> None:
     assert asked == [Span(0, 4), Span(4, 8)]
     for tokens in (Span(0, 4), Span(4, 8), Span(8, 12)):
         w.each_source(Push(ROOM, tokens))
-    # What goes directly is asked for again: its pages may not have been known.
+    # Blocks that go directly are asked for again, because their pages may have been unknown.
     assert asked[2:] == [Span(4, 8), Span(8, 12)]
     (outbound,) = w.source().rooms[ROOM].outbounds.values()
     assert not outbound.cuts, "what was pushed is not remembered"

@@ -79,7 +79,7 @@ def family(pid: int) -> set[int]:
 
 
 def segments(pids: Iterable[int]) -> set[Path]:
-    """Shared memory of ours that these processes have mapped."""
+    """kvferry's shared memory that these processes have mapped."""
     found: set[Path] = set()
     for pid in pids:
         with suppress(OSError):
@@ -110,7 +110,7 @@ class Running:
         return {*started}.union(*map(family, started))
 
     def expected(self, prompts: list[str], max_tokens: int) -> list[list[int]]:
-        """What a single process answers. Called after the cluster has."""
+        """The answers of a single process. Call it after the cluster has answered."""
         with engine_of(self._folder, prefix_cache=False) as engine:
             requests = [
                 EngineRequest(
@@ -123,7 +123,7 @@ class Running:
             return [answer.tokens for answer in ask(engine, requests)]
 
     def workers(self) -> dict[str, Any]:
-        """What the router knows of its workers."""
+        """The router's view of its workers."""
         return {worker["name"]: worker for worker in get(self.url, "/healthz")["workers"]}
 
     def wait_up(self, *names: str) -> None:
@@ -133,7 +133,7 @@ class Running:
         return bool(self.workers().get(name, {}).get("up"))
 
     def health(self, name: str) -> Any:
-        """What a worker says of itself."""
+        """A worker's own health report."""
         return get(self.workers()[name]["url"], "/healthz")
 
     def wait_idle(self, *names: str) -> None:

@@ -35,7 +35,7 @@ PROMPTS = tuple(
 
 @dataclass
 class Answer:
-    """What an engine said about one request."""
+    """An engine's outputs for one request."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""

@@ -1,11 +1,10 @@
 """A cluster of which one prefill worker is in name spaces of its own: run as ``-m reference.far``.
 
-This process is started with a network and mounts of its own, so that nothing of the machine's
-is touched.
-It has the discovery service, the decode worker and one prefill worker; the other prefill worker has
-its own network, joined to ours by a cable of two ends, its own file systems with another
-``/dev/shm``, and its own IPC. What the decode worker answers to questions through both at the
-same time, and by which transports they came, is printed as one JSON document.
+The process has a network and mounts of its own, so that it changes nothing of the machine. It runs
+the discovery service, the decode worker and one prefill worker. The other prefill worker has
+another network, joined by a virtual cable, other file systems with another ``/dev/shm``, and
+another IPC name space. The process sends prompts through both at the same time, and prints the
+answers and their transports as one JSON document.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ from kvferry.layout.layout import Parallel
 from kvferry.reference.options import InstanceOptions
 from kvferry.security.keys import ClusterKey
 
-# Tells where it hangs before the test gives up.
+# Print the stacks before the test gives up.
 STUCK_S = 150.0
 NEAR, FAR = "10.201.0.1", "10.201.0.2"
 # Mount, IPC and network: CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWNET.
 SPACES = 0x00020000 | 0x08000000 | 0x40000000
-# UCX would also try devices of the other side that have the same addresses as ours.
+# UCX would also try devices of the other side that have the same addresses as this side's.
 UCX = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "far"}
 
 
@@ -57,18 +56,18 @@ def shell(words: str) -> None:
 
 
 def see_own_devices() -> None:
-    """UCX finds devices in ``/sys``, which shows those of whoever mounted it."""
+    """Mount ``/sys`` anew: UCX finds devices there, and it shows those of the mounting process."""
     shell("mount -t sysfs sysfs /sys")
 
 
 def wait_for(device: str) -> None:
-    """UCX sees no device whose other end is down, and the kernel tells of that a little late."""
+    """Wait until a device is up. UCX ignores it before, and the kernel reports it a little late."""
     state = Path(f"/sys/class/net/{device}/operstate")
     wait_until(lambda: state.read_text().strip() == "up", f"{device} to be up")
 
 
 def far_main(pipe: Connection) -> None:
-    """The worker that nobody shares memory with."""
+    """Run the worker that shares memory with no other."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(SPACES):
         pipe.send(("failed", os.strerror(ctypes.get_errno())))
@@ -89,7 +88,7 @@ def far_main(pipe: Connection) -> None:
 
 
 class FarWorker:
-    """It has its name spaces and the cable to us, and waits for its options."""
+    """A process in its own name spaces, with the cable, that waits for its worker's options."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")

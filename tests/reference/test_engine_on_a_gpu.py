@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 else:
     torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
-# What a worker needs beside torch.
+# The packages that a worker needs beside torch.
 pytest.importorskip("aiohttp")
 pytest.importorskip("jinja2")
 pytest.importorskip("numba")

@@ -1,4 +1,4 @@
-"""What goes wrong with one request concerns that request, and leaves nothing behind."""
+"""A failure of one request concerns that request only, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def test_both_sides_get_different_prompts(pair: list[Worker]) -> None:
 def test_another_prompt_of_the_same_length_under_the_same_room(
     pair: list[Worker], alone: Alone
 ) -> None:
-    """Nothing of what prefill computed is used, nor left in the cache for whoever asks next."""
+    """Decode uses nothing that prefill computed, and leaves none of it in the prefix cache."""
     prefill, decode = pair
     a, b = (tuple((31 + 7 * i + k) % 200 for i in range(49)) for k in (0, 3))
 

@@ -64,7 +64,7 @@ def test_a_full_decode_refuses_before_prefill_has_computed(
             waiting = asyncio.create_task(caller.post(prefill.url, half(2)))
             await caller.until(prefill.url, lambda told: told["rooms"] == 1)
             refused = await caller.post(decode.url, half(2, prefill=prefill.name))
-            # Decode tells prefill, which need not wait for its deadline.
+            # Decode tells prefill, which does not wait for its deadline.
             declined = await waiting
             told = await caller.health(prefill.url)
             await caller.post(prefill.url, half(1))

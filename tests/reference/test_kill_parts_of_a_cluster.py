@@ -204,7 +204,7 @@ def test_the_discovery_service_dies_in_the_middle(
     demand_right(Asking(cluster, "fail").results(), expected)
     restart(cluster, child)
     demand_right(Asking(cluster, "fail").results(), expected)
-    # Who has restarted meanwhile is found again.
+    # The router finds restarted workers again.
     demand_right(kill_while_busy(cluster, "prefill-1", "local"), expected)
     cluster.wait_up("prefill-1")
     demand_right(Asking(cluster, "fail").results(), expected)

@@ -21,7 +21,7 @@ ID = "req-1/a"
 
 @pytest.fixture
 def log() -> Iterator[io.StringIO]:
-    """What a router would write."""
+    """A router's log."""
     stream = io.StringIO()
     handler = CountingHandler(stream)
     handler.setFormatter(LineFormatter(LogSettings("router", "INFO")))

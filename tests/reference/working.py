@@ -211,7 +211,7 @@ def neighbour_main(pipe: Connection) -> None:
 
 
 class Alone:
-    """What an engine of one rank answers, which never saw the others."""
+    """The answers of an engine of one rank that runs alone."""
 
     def __init__(self, models: Mapping[TinyKind, Path]) -> None:
         self._models = models
@@ -236,7 +236,7 @@ class Alone:
 
 
 class Reply(NamedTuple):
-    """What came back."""
+    """The response to one request."""
 
     status: int
     document: dict[str, Any]

@@ -35,7 +35,7 @@ async def until(holds: Callable[[], object]) -> None:
 
 
 class Wire:
-    """What passes between fake workers: the rooms whose prompt is computed."""
+    """The state that fake workers share: the rooms whose prompt is computed."""
 
     def __init__(self) -> None:
         self._rooms: dict[int, asyncio.Event] = {}
@@ -216,7 +216,7 @@ def begins_then(ending: bytes, *, abort: bool) -> Act:
         await response.write(chunk(WORDS[0]) + ending)
         if abort:
             assert request.transport is not None
-            # What was written must have left before the connection breaks.
+            # The written bytes must leave before the connection breaks.
             await asyncio.sleep(0.05)
             request.transport.abort()
         return response

@@ -7,7 +7,7 @@ import json
 
 import pytest
 from aiohttp import web
-from limited import bounded
+from limited import bounded, bounded_by_idle_time
 from router.fakes import (
     MODEL,
     STREAM,
@@ -236,7 +236,7 @@ async def test_a_slow_prefill_worker_fails_the_attempt() -> None:
         assert here["p0"].left == 1
 
 
-@bounded
+@bounded_by_idle_time
 async def test_a_silent_workers_requests_go_elsewhere() -> None:
     async with site(1, 2, acts={"d0": hangs}, lost_s=0.2) as here:
         asking = asyncio.create_task(here.ask())

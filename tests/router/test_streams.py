@@ -26,7 +26,7 @@ def test_events_are_whole_and_unchanged(parts: list[bytes], cuts: list[int]) -> 
         (b"data: 1\n\ndata: [DONE]", False),
         (b"data: 1\n\ndata: [DONE]\n\n", True),
         (b'data: 1\n\ndata: {"error": {}}\n\n', True),
-        # What only keeps the connection open says nothing else.
+        # A chunk that only keeps the connection open has no content.
         (b"data: [DONE]\n\n: still here\n\n", True),
         (b"data: [DONE]\n\ndata: 2\n\n", False),
     ],

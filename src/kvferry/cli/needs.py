@@ -1,4 +1,4 @@
-"""What a cluster needs to have installed, checked before any process is started for it.
+"""Checks that the packages of a cluster are installed, before any of its processes starts.
 
 Imports none of it.
 """

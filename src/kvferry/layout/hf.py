@@ -47,7 +47,7 @@ from kvferry.layout.spec import (
 
 
 class Mixer(Enum):
-    """What a layer keeps: all tokens, a window of them, a state, or nothing."""
+    """The content that a layer caches: all tokens, a window of them, a state, or nothing."""
 
     FULL = auto()
     SLIDING = auto()

@@ -37,7 +37,7 @@ class Order(StrEnum):
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """What one rank holds of one group: layers × units × tokens.
+    """The part of one group that one rank holds: layers × units × tokens.
 
     ``layers`` is a span of model layer numbers, of which the shard has those of the group. A rank
     may have several shards of one group that differ only in their disjoint layers.

@@ -1,4 +1,4 @@
-"""What a model's cache consists of, independent of sharding and paging.
+"""The contents of a model's cache, independent of sharding and paging.
 
 A ``CacheSpec`` is a list of groups. A group is a set of tensors that are sharded alike: the same
 layers, the same units (KV heads, state channels), the same relation to tokens. Coordinates are

@@ -105,7 +105,7 @@ class Descriptors(NamedTuple):
 
 
 class Binding(NamedTuple):
-    """What one source sends one target: all of a request, or some blocks of it."""
+    """The blocks that one source sends one target: all of a request, or some of it."""
 
     parts: tuple[BindingPart, ...]
 

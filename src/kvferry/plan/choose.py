@@ -27,7 +27,7 @@ class TransferMode(StrEnum):
 
 
 class BlockShape(NamedTuple):
-    """What the chooser needs to know about the blocks of a push.
+    """The facts about the blocks of a push that the chooser needs.
 
     ``slices`` and ``runs`` count the pieces before and after merging adjacent pages. The mode
     ``runs`` is open if a full page is one piece on both sides (``contiguous``). If elements are

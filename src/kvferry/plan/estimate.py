@@ -111,7 +111,7 @@ def estimate(
 
 
 class _EndSignature(NamedTuple):
-    """What the pieces of a move depend on at one end: units, page boundaries, pages."""
+    """The facts that decide the pieces of a move at one end: units, page boundaries, pages."""
 
     num_units: int
     first: int
@@ -120,7 +120,7 @@ class _EndSignature(NamedTuple):
 
 
 class _MoveSignature(NamedTuple):
-    """What the pieces of a move depend on. Moves with equal signatures have as many pieces."""
+    """The facts that decide the pieces of a move. Equal signatures mean equal numbers of pieces."""
 
     group: str
     num_layers: int

@@ -121,7 +121,7 @@ def _inside(tokens: Tokens, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 class _Grid:
-    """What one target holds of one group, with sampled tokens."""
+    """The part of one group that one target holds, with sampled tokens."""
 
     def __init__(
         self, plan: Plan, name: str, shards: Sequence[Shard], moves: Sequence[Move]

@@ -147,7 +147,7 @@ class PoolStrides(NamedTuple):
 
 
 class TensorBlock(NamedTuple):
-    """What one tensor of one move carries in each layer: tokens of units of ``unit_bytes``.
+    """The part of one tensor that one move carries in each layer, with units of ``unit_bytes``.
 
     Tokens are counted from the first of them, so that equal blocks of a request are equal.
     """

@@ -267,7 +267,7 @@ class Chosen(Event, frozen=True):
 
 
 class WriteFate(StrEnum):
-    """What is known about a write that did not succeed."""
+    """The knowledge about a write that did not succeed."""
 
     BUSY = "busy"  # never submitted: the transport is full, or the write was discarded
     FAILED = "failed"  # ended: it no longer reads or writes memory

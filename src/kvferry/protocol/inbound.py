@@ -36,7 +36,7 @@ DOUBTED = (FailureCode.CONTENT_DIFFERS, FailureCode.CONTENT_CORRUPT)
 
 @dataclass(slots=True, eq=False)
 class InboundTransfer:
-    """What a room expects from one source."""
+    """The blocks that a room expects from one source, and their progress."""
 
     room: TargetRoom
     source: int

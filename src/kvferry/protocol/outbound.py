@@ -44,7 +44,7 @@ MAX_BLOCKS_PER_WRITE = 256
 
 @dataclass(slots=True, eq=False)
 class OutboundTransfer:
-    """What this source owes one target in one room, and its progress."""
+    """The blocks that this source owes one target in one room, and their progress."""
 
     room: SourceRoom
     link: Link

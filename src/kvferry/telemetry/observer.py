@@ -50,7 +50,7 @@ class ObservedWrite(Protocol):
 
 
 class WaitReason(StrEnum):
-    """What an open room waits for."""
+    """The event that an open room waits for."""
 
     INSTANCE = "instance"  # discovery lists no complete prefill instance of that name
     LINK = "link"  # a handshake with the prefill instance

@@ -24,7 +24,7 @@ from kvferry.protocol.events import WriteFate
 from kvferry.regions import Region
 from kvferry.transports.base import RemoteMemory, Transport, WriteEnded
 
-# What a transport is, as its class says.
+# Attributes that describe the transport.
 _FLAGS = (
     *("name", "option_names", "listens_on_all_addresses", "maps_peer", "supports_write_now"),
     *("write_now_is_async", "needs_polling"),

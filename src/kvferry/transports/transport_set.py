@@ -25,7 +25,7 @@ from kvferry.regions import Region
 from kvferry.transports.base import Transport
 
 AUTO = "auto"
-# What ``auto`` tries. Mapped memory costs one copy, NIXL a write, Mooncake over TCP several.
+# The transports of ``auto``. Mapped memory costs one copy, NIXL a write, Mooncake over TCP several.
 BEST_FIRST = ("shm", "cuda", "nixl", "mooncake")
 
 

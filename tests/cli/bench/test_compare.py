@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from reference.clusters import demand_gone, family, segments, wait_until
+from running import heed_interrupts
 
 from kvferry.cli.bench.compare import (
     NO_STAGING,
@@ -77,6 +78,7 @@ def test_three_variants_are_measured(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_ends_everything() -> None:
+    heed_interrupts()
     running = subprocess.Popen(
         [*COMMAND, "--requests", "1000", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

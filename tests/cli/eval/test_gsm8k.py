@@ -17,6 +17,7 @@ import pytest
 from aiohttp import web
 from cli.eval.answering import MODEL, PATIENCE_S, Said, Server, answering, refusal, streamed
 from reference.working import Worker, hosted, options_for
+from running import heed_interrupts
 
 from kvferry.cli.eval.problems import INSTRUCTION, read_problems
 from kvferry.cli.main import main
@@ -234,6 +235,7 @@ def test_no_answer_gives_no_score(capsys: Capture) -> None:
 def test_an_interrupt_keeps_the_answers(here: Path, num: int, as_json: bool) -> None:
     with answering(stops_after(num)) as server:
         words = words_for(server, "--shots", "1", "--concurrency", "2", "--log", "log")
+        heed_interrupts()
         process = subprocess.Popen(
             [sys.executable, "-m", "kvferry", *words, *(["--json"] if as_json else [])],
             stdout=subprocess.PIPE,

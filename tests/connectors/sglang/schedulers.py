@@ -35,7 +35,7 @@ class SchedulerRows:
 
 
 def request(num_tokens: int, seed: int = 0) -> SimpleNamespace:
-    """What SGLang's request says of itself."""
+    """The fields of SGLang's request that the connector reads."""
     return SimpleNamespace(
         origin_input_ids=list(range(seed, seed + num_tokens)),
         **dict.fromkeys(("lora_id", "cache_salt", "extra_key", "multimodal_inputs")),

@@ -78,7 +78,7 @@ class Rank:
         )
 
     def views(self, pages: list[int], num_tokens: int) -> list[Bytes]:
-        """What there is of each token: latents, keys and scales."""
+        """The expected bytes of each token: latents, keys and scales."""
         places = [(pages[t // self.page], t % self.page) for t in range(num_tokens)]
         slots = [page * self.page + place for page, place in places]
         found = [latent[slots] for latent in self.latents]

@@ -94,7 +94,7 @@ class StateRank:
 
 
 def carried(source: StateRank, target: StateRank, layouts: tuple[Layout, Layout]) -> None:
-    """What the source owes the target for one request, row 1 to row 2."""
+    """The rows that the source owes the target for one request, row 1 to row 2."""
     plan = reshard(*layouts)
     check(plan)
     sides = [memory_of(rank.cache()) for rank in (source, target)]

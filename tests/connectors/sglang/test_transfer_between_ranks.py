@@ -36,7 +36,7 @@ LAYERS, DIM, TOKENS = 2, 4, 64
 
 
 class Rank:
-    """What SGLang has of one scheduler: pools of K and V by layer, and metadata rows."""
+    """One SGLang scheduler: pools of K and V by layer, and metadata rows."""
 
     def __init__(self, *, tp: int, tp_rank: int, heads: int, page: int) -> None:
         self.transport = make_transport("shm")

@@ -46,7 +46,7 @@ class Store:
 
 
 class Finished(NamedTuple):
-    """What MultiConnector returns at a request's end, and how many connectors hold its blocks."""
+    """MultiConnector's result at a request's end, and how many connectors hold its blocks."""
 
     params: Any
     num_holding: int

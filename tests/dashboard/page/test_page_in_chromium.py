@@ -45,7 +45,7 @@ def page(browser: Any) -> Iterator[Any]:
     assert errors == []
 
 
-# What the page shows in data attributes and figures.
+# The page's data attributes and figures.
 READ = """() => ({
   at: document.body.dataset.at,
   ranks: Object.fromEntries([...document.querySelectorAll("[data-rank]")].map(

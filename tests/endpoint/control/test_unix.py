@@ -97,7 +97,7 @@ def test_the_queue_for_a_peer_that_does_not_read_is_bounded(server: UnixServer) 
     while ours.send(large):
         sent += 1
         assert sent <= MAX_UNSENT_BYTES // len(large) + 1
-    # What was queued arrives whole, and the channel goes on.
+    # The queued messages arrive whole, and the channel goes on.
     assert len(received(theirs, sent, ours)) == sent
     assert ours.send(message(b"next"))
     assert received(theirs, 1, ours) == [b"next"]

@@ -1,4 +1,4 @@
-"""With a cluster key, a worker lets nobody near a room who has not signed for it."""
+"""With a cluster key, a worker refuses requests for a room that are not signed."""
 
 from __future__ import annotations
 

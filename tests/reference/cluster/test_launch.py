@@ -22,6 +22,7 @@ from reference.clusters import (
     segments,
     wait_until,
 )
+from running import heed_interrupts
 
 from kvferry.errors import InputError
 from kvferry.reference.cluster.description import (
@@ -40,6 +41,7 @@ CLEAN = {name: value for name, value in os.environ.items() if name != "KVFERRY_K
 
 @pytest.fixture
 def start() -> Iterator[Start]:
+    heed_interrupts()
     started: list[subprocess.Popen[str]] = []
 
     def begin(*words: str) -> subprocess.Popen[str]:

@@ -20,7 +20,7 @@ Models = dict[TinyKind, Path]
 
 @pytest.fixture(scope="module")
 def alone(models: Models) -> Callable[[TinyKind], list[Answer]]:
-    """What a single rank answers."""
+    """The answers of a single rank."""
     known: dict[TinyKind, list[Answer]] = {}
 
     def answers(kind: TinyKind) -> list[Answer]:

@@ -268,7 +268,7 @@ def test_a_killed_worker_costs_its_requests_and_nothing_else(models: Models) -> 
             failed = await second
             assert failed.status == 503
             assert failed.document["error"]["code"] == "kv_transfer_failed"
-            # What a router does next: decode computes the prompt itself.
+            # The router's next step: decode computes the prompt itself.
             reply = await caller.post(decode.url, body_of(long, max_tokens=4))
             await caller.idle(decode.url)
             return reply

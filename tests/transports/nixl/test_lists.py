@@ -23,7 +23,7 @@ FLAT = Stride(0, 0)
 
 
 class PreparedList(NamedTuple):
-    """What NIXL was asked to prepare, and for whom."""
+    """A list that NIXL prepared, and its agent."""
 
     agent: str
     rows: NDArray[np.uint64]

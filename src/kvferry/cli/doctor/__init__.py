@@ -64,7 +64,7 @@ class Area(NamedTuple):
 
 
 class DoctorRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What the machine is to be used for."""
+    """The intended uses of the machine."""
 
     transport: str = "auto"
     device: str = "cpu"

@@ -140,7 +140,7 @@ class EndpointLoop:
         self.runner.turn(self._arrived(ready), now)
         for job in self.copier.finished():
             self._dispatch(job)
-            # Peers need not wait for the end of a long turn.
+            # Peers do not have to wait for the end of a long turn.
             self._channel.flush_if_due()
             self.side.poll(time.monotonic())
         if self.setup.liveness_port.fileno() in ready:

@@ -59,7 +59,7 @@ class Poller:
 
     def wait(self, timeout_s: float) -> set[object]:
         """Return the readable sources, after at most ``timeout_s`` seconds or 1 ms less."""
-        # A socket stays marked while it has messages: its user need not take all at once.
+        # A socket stays marked while it has messages: its user does not have to take all at once.
         self._used = {one: None for one in self._used if has_message(one)}
         if self._used:
             timeout_s = 0.0

@@ -1,4 +1,4 @@
-"""What the loop does for a source and for a target, beside running the machine."""
+"""The loop's work for a source and for a target, apart from running the machine."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ class SourceSide(LoopSide):
         except Exception as error:
             message = f"the event that a push waits for has failed: {error!r:.500}"
             self.step(Cancel(handle.room, Failure.of(FailureCode.INTERNAL, message)))
-            # The room has failed, so its steps need not wait.
+            # The room has failed, so its steps do not wait.
             return True
 
     def poll(self, now: float) -> None:

@@ -206,9 +206,9 @@ class MachineRunner(Generic[M, D]):
         self.take(event, self._now)
 
     def turn(self, arrived: Iterable[Event], now: float) -> None:
-        """Take all events that have arrived, and then the time. Frames are sent at the end.
+        """Handle all events that have arrived, then advance the time, then send the frames.
 
-        So the frames of several steps leave together, such as those of a push and a close.
+        Frames of several steps leave together, such as those of a push and a close.
         """
         self._now = now
         self._in_turn = True

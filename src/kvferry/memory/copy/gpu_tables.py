@@ -67,7 +67,7 @@ class GpuCopy(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What a program copies at a time: ``num_rows`` rows of ``span`` bytes, in words.
+    """The bytes that a program copies at a time: ``num_rows`` rows of ``span`` bytes, in words.
 
     It repeats that for ``depth`` layers, if there are enough programs.
     """
@@ -269,7 +269,7 @@ class _TableHeaders(NamedTuple):
 
 
 class _PartSummary(NamedTuple):
-    """What the header of a part depends on. ``bits`` is the bitwise or of its numbers."""
+    """The facts that decide a part's header. ``bits`` is the bitwise or of its numbers."""
 
     size: tuple[int, int]
     strides: tuple[Stride, Stride]

@@ -38,7 +38,7 @@ class PictureSide(StrEnum):
 
     @property
     def engine(self) -> str:
-        """What the engines of this side do."""
+        """The work of this side's engines."""
         return "prefill" if self is PictureSide.SOURCE else "decode"
 
     def layout_of(self, plan: Plan) -> Layout:

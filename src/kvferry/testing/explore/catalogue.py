@@ -246,7 +246,7 @@ class Catalogue:
         self.num_states = 0
         plan = reshard(*model.layouts())
         self._spec = plan.spec
-        # What must land at each target.
+        # The atoms that must land at each target.
         self.owed = {
             index: frozenset(self.atoms(plan.blocks(0, peer.rank, model.request)))
             for index, peer in enumerate(PEERS)
@@ -268,7 +268,7 @@ class Catalogue:
         return tuple(map(self._state, self.model.runners(self._ports)))
 
     def _state(self, runner: MachineRunner[Any, Any]) -> RunnerState:
-        """Return the state of a runner, which is kept and must not be stepped again."""
+        """Return the state of a runner. The state may keep the runner, so do not step it again."""
         key = key_of(runner)
         state = self._states.get(key)
         if state is None:

@@ -100,7 +100,7 @@ class ExploredModel:
     - ``wanted``: the digest that the targets' engines give; if it differs from the source's,
       nobody may ever be Done.
     - ``prepares``: the source's engine asks for credits before it pushes.
-    - ``heedless``: an engine continues after it was told of the end.
+    - ``heedless``: an engine continues after the end was reported to it.
     - ``by_layers``: each push goes layer by layer, the last layer first.
     - ``staged``: every block goes through slots.
     - ``horizon_s``: a path that has not ended by then is a hang.

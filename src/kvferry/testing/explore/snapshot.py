@@ -47,19 +47,24 @@ def _is_shared(kind: Any) -> bool:
     return issubclass(kind, _SHARED)
 
 
-def _is_container(kind: type) -> bool:
+@cache
+def _is_container(kind: Any) -> bool:
     return issubclass(kind, dict | list | deque | set)
 
 
-def _attributes(value: object) -> list[str]:
-    """Return the names of an instance's attributes, slots first."""
-    slots = [
-        name
-        for kind in type(value).__mro__
-        for name in getattr(kind, "__slots__", ())
-        if hasattr(value, name)
-    ]
-    return [*slots, *getattr(value, "__dict__", ())]
+@cache
+def _slots_of(kind: Any) -> tuple[str, ...]:
+    """Return the names of the slots of a class."""
+    return tuple(name for each in kind.__mro__ for name in getattr(each, "__slots__", ()))
+
+
+def _attributes(value: object) -> dict[str, Any]:
+    """Return an instance's attributes by name, slots first."""
+    slots = _slots_of(type(value))
+    if not slots:
+        return vars(value)
+    named = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return named | getattr(value, "__dict__", {})
 
 
 def _copy(value: Any, done: dict[int, Any]) -> Any:
@@ -69,19 +74,20 @@ def _copy(value: Any, done: dict[int, Any]) -> Any:
     if id(value) in done:
         return done[id(value)]
     if kind is tuple:
-        return tuple(_copy(part, done) for part in value)
+        return tuple([_copy(part, done) for part in value])
     new: Any = kind() if _is_container(kind) else object.__new__(kind)
     done[id(value)] = new
-    if isinstance(value, dict):
+    if not _is_container(kind):
+        # Most attributes are shared, and calling this function for each would take longer.
+        for name, part in _attributes(value).items():
+            setattr(new, name, part if _is_shared(type(part)) else _copy(part, done))
+    elif isinstance(value, dict):
         for name, part in value.items():
             new[_copy(name, done)] = _copy(part, done)
-    elif isinstance(value, list | deque):
-        new.extend(_copy(part, done) for part in value)
     elif isinstance(value, set):
-        new.update(_copy(part, done) for part in value)
+        new.update([_copy(part, done) for part in value])
     else:
-        for name in _attributes(value):
-            setattr(new, name, _copy(getattr(value, name), done))
+        new.extend([_copy(part, done) for part in value])
     return new
 
 
@@ -91,14 +97,18 @@ def _key(value: Any, seen: dict[int, int]) -> Hashable:
         shared: Hashable = value
         return shared
     if kind is tuple:
-        return tuple(_key(part, seen) for part in value)
+        return tuple([_key(part, seen) for part in value])
     if id(value) in seen:
         return ("again", seen[id(value)])
     seen[id(value)] = len(seen)
     if not _is_container(kind):
-        names = [name for name in _attributes(value) if name not in _IRRELEVANT]
-        return (kind.__name__, *(_key(getattr(value, name), seen) for name in names))
+        keys = [
+            part if _is_shared(type(part)) else _key(part, seen)
+            for name, part in _attributes(value).items()
+            if name not in _IRRELEVANT
+        ]
+        return (kind.__name__, *keys)
     if isinstance(value, set):
         return tuple(sorted((_key(part, seen) for part in value), key=repr))
     parts = value.items() if isinstance(value, dict) else value
-    return tuple(_key(part, seen) for part in parts)
+    return tuple([_key(part, seen) for part in parts])

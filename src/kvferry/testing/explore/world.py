@@ -244,7 +244,7 @@ class Draft:
             self._check_done(index)
         self.stages[index] = stage
         if not self.model.heedless:
-            # An engine that was told of the end does nothing more.
+            # An engine does nothing more once the end was reported to it.
             self.scripts[index] = len(self.catalogue.scripts[index])
 
     def _check_done(self, index: int) -> None:

@@ -21,7 +21,7 @@ NOBODY = Peer("nobody", 0)
 
 
 class NodeChecks:
-    """What a node has received and not yet handled, and the checks that depend on it."""
+    """The frames that a node has received and not yet handled, with the checks that need them."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

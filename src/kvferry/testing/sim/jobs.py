@@ -25,7 +25,7 @@ class SimPush:
 
 @dataclass(frozen=True)
 class SimHolding:
-    """What a holder finds for a pull: first tokens of a sequence, which may be another job's."""
+    """A holder's answer to a pull: first tokens of a sequence, which may be another job's."""
 
     number: int
     tokens: int

@@ -171,7 +171,7 @@ def batch_costs(
 
 
 def fits_one_batch(num_descriptors: int, num_bytes: int, *, on_host: bool) -> bool:
-    """Return whether pieces need not be cut into several batches."""
+    """Return whether all pieces fit into one batch."""
     if on_host:
         return num_bytes + num_descriptors * NIXL_DESCRIPTOR_BYTES <= _BATCH_BYTES
     return num_descriptors <= _GPU_BATCH

@@ -168,8 +168,8 @@ class NixlTransport(Transport):
                 f"the peer's nixl metadata is for {name}, not for {theirs.name}; "
                 f"run one version of kvferry"
             )
-        # Opening the connection takes tens of milliseconds, which the first write need not wait
-        # for. If this fails, the first write reports the error.
+        # Opening the connection takes tens of milliseconds. Do it before the first write, which
+        # reports the error if this fails.
         with suppress(Exception):
             self._agent.send_notif(name, _HELLO)
         peer = self._peers[name] = NixlPeer(theirs)
