@@ -1,39 +1,50 @@
 """Compare ``kvferry plan --load`` with hand-offs that really happen at random times.
 
-    .venv/bin/python benchmarks/capacity.py --transport nixl
+    .venv/bin/python benchmarks/capacity.py --transport shm
 
 One prefill and one decode process carry rooms that begin at random (Poisson) times, at a low, a
-middle and a high share of what the link can carry. The prediction uses the cost that the endpoint
-measured, scaled by one factor: the time of a room alone, measured in the same run, against the
-predicted one. Every byte is checked in the first room, and every room must end well. The last line
-is JSON.
+middle and a high share of what the link can carry. The prediction knows three measured costs, none
+of them from such rooms: the seconds of a room of one page (as ``kvferry bench control`` measures
+it), the costs of a write (measured by the endpoint when it connects; for a transport that maps the
+peer, by copies of a request's pages in one process), and the times at which rooms begin. Every
+byte is checked in the first room, and every room must end well. The last line is JSON; the exit
+status is 1 if at one load the hand-offs in flight are predicted wrong by more than 1, or the median
+by more than 30 %.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import multiprocessing
+import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from kvferry import (
     DiscoveryServer,
     Layout,
+    LinkCost,
     SourceEndpoint,
     TargetEndpoint,
     attention,
     digest_of,
     make_transport,
 )
+from kvferry.cli.bench import control
 from kvferry.layout import DType, Order
+from kvferry.memory.copy.cpu import copy_binding
 from kvferry.plan import Request, estimate, reshard
+from kvferry.plan.bind import Binding, PagedView, RankPair, bind
 from kvferry.plan.capacity import (
     WARM_UP,
     HandOffCost,
@@ -42,14 +53,17 @@ from kvferry.plan.capacity import (
     hand_off_cost,
     predict,
 )
+from kvferry.plan.choose import shape_of
+from kvferry.plan.places import Base, PageTable, contiguous_pools
 
 PAGE_TOKENS = {"prefill": 16, "decode": 64}
 NUM_TOKENS = 1024
 # Rooms that can be in flight at once; a higher number is a backlog that never ends.
 NUM_ROOMS_AT_ONCE = 24
 SHARES = (0.3, 0.6, 0.85)
+NUM_CONTROL = 400
 # Rooms that begin one after the other, so that each is alone, and rooms that begin at once.
-NUM_ALONE, ALONE_S, NUM_AT_ONCE = 40, 0.15, 96
+NUM_ALONE, ALONE_S, NUM_AT_ONCE = 40, 0.1, 96
 DIGEST = digest_of(range(NUM_TOKENS), model="m", dtype="bf16")
 START_S, ROOM_S = 2.0, 120.0
 
@@ -145,7 +159,7 @@ def decode(pipe: Connection, url: str, args: argparse.Namespace) -> None:
                         deadline_s=ROOM_S,
                     )
                 )
-                handles[-1].on_end(functools.partial(note_end, done, i))
+                handles[-1].on_end(partial(note_end, done, i))
             for handle in handles:
                 handle.wait(ROOM_S)
             first = kv[:, :, pages_of("decode", 0)].transpose(0, 1, 2, 4, 3, 5)
@@ -179,42 +193,96 @@ def run_rooms(
 
 
 def measure(pipe: Connection, url: str, args: argparse.Namespace) -> dict[str, Any]:
+    room_s = measured_room_s(args.transport)
     transport, layout, kv = pools_of("prefill", args)
     kv[:] = np.random.default_rng(0).integers(0, 1 << 16, kv.shape, dtype=np.uint16)
+    copied = measured_copies(args) if transport.maps_peer else None
     pools = {"kv": {"k": kv[:, 0], "v": kv[:, 1]}}
     options = {"name": "prefill", "model": "m", "transport": transport, "discovery": url}
     with SourceEndpoint(layout, pools, **options) as source:
         _, checksum = run_rooms(pipe, source, "first", [0.0])
         if checksum != int(kv[:, :, pages_of("prefill", 0)].sum()):
             raise SystemExit("the first room arrived with other bytes")
+        # Touches every page, which takes longer than later writes.
+        run_rooms(pipe, source, "warm", [0.0] * (2 * NUM_ROOMS_AT_ONCE))
+        link = replace(copied or source.link_cost, room_s=room_s)
+        plan = reshard(layout, layout_of("decode", args.layers))
+        cost = hand_off_cost(estimate(plan, Request(NUM_TOKENS), link))
+        limit = 1 / max(cost.send_s, cost.receive_s)
+        rows = [compare(pipe, source, cost, limit, share, args) for share in SHARES]
+        # Not used by the prediction: they say where it is wrong.
         alone, _ = run_rooms(pipe, source, "alone", [i * ALONE_S for i in range(NUM_ALONE)])
         at_once, _ = run_rooms(pipe, source, "at once", [0.0] * NUM_AT_ONCE)
-        cost = hand_off_cost(
-            estimate(
-                reshard(layout, layout_of("decode", args.layers)),
-                Request(NUM_TOKENS),
-                source.link_cost,
-            )
-        )
-        scale = statistics.median(alone) / cost.alone_s
-        scaled = cost._replace(
-            alone_s=cost.alone_s * scale,
-            send_s=cost.send_s * scale,
-            receive_s=cost.receive_s * scale,
-        )
-        limit = 1 / max(scaled.send_s, scaled.receive_s)
-        rows = [compare(pipe, source, scaled, limit, share, args) for share in SHARES]
     return {
         "transport": args.transport,
         "room_bytes": cost.num_bytes,
         "staged": cost.is_staged,
-        "alone_ms": 1e3 * statistics.median(alone),
+        "link_cost": msgspec.to_builtins(link),
         "predicted_alone_ms": 1e3 * cost.alone_s,
+        "alone_ms": 1e3 * statistics.median(alone),
         "limit_rooms_per_s": limit,
         "measured_limit_rooms_per_s": NUM_AT_ONCE / max(at_once),
         "loads": rows,
         "within_bars": all(row["within_bars"] for row in rows),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average": os.getloadavg(),
     }
+
+
+# ---------------------------------------------------------------- costs
+
+
+def measured_room_s(transport: str) -> float:
+    """Return the median seconds of a room of one page, one at a time, between two processes."""
+    (level,) = control.measure([1], NUM_CONTROL, transport, "cpu", tell=False)
+    return level.p50_ms / 1e3
+
+
+def measured_copies(args: argparse.Namespace) -> LinkCost:
+    """Return the costs of writes into mapped memory, from copies in this process.
+
+    Copies a request's pages as a write does, and as many bytes in one piece. The medians give the
+    cost of a piece and of a byte.
+    """
+    transport = make_transport(args.transport)
+    sides = [layout_of(side, args.layers) for side in ("prefill", "decode")]
+    pools = [
+        contiguous_pools(one, 0, NUM_ROOMS_AT_ONCE * NUM_TOKENS // one.page_tokens) for one in sides
+    ]
+    memory = [[transport.allocate(size) for size in one.region_bytes] for one in pools]
+    for region in (*memory[0], *memory[1]):
+        region[:] = 1
+    addresses = [[region.ctypes.data for region in one] for one in memory]
+    plan, request, pair = reshard(*sides), Request(NUM_TOKENS), RankPair(0, 0)
+    pieces_s, bulk_s, shape = [], [], None
+    for place in (*range(NUM_ROOMS_AT_ONCE), *range(NUM_ROOMS_AT_ONCE)):
+        tables = [{"kv": PageTable(pages_of(side, place))} for side in ("prefill", "decode")]
+        views = [PagedView(one.map, table) for one, table in zip(pools, tables, strict=True)]
+        binding = bind(plan, pair, request, *views)
+        shape = shape_of(binding)
+        pieces_s.append(seconds_of(partial(copy_binding, binding, *addresses)))
+        layer = place % len(memory[0])
+        bulk = Binding.bulk(Base(0, layer, 0), Base(0, layer, 0), len(memory[0][layer]))
+        bulk_s.append(seconds_of(partial(copy_binding, bulk, *addresses)))
+    transport.close()
+    num_bytes = shape.num_bytes
+    bytes_per_s = len(memory[0][0]) / statistics.median(bulk_s)
+    rest_s = statistics.median(pieces_s) - num_bytes / bytes_per_s
+    return LinkCost(
+        descriptor_s=max(rest_s / shape.slices, 0.0),
+        bytes_per_s=min(bytes_per_s, num_bytes / statistics.median(pieces_s)),
+        copy_bytes_per_s=bytes_per_s,
+        maps_peer=True,
+    )
+
+
+def seconds_of(copy: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    copy()
+    return time.perf_counter() - begin
+
+
+# ---------------------------------------------------------------- loads
 
 
 def compare(

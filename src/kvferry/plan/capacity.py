@@ -93,8 +93,9 @@ class ServingLoad(msgspec.Struct, frozen=True, kw_only=True):
 class HandOffCost(NamedTuple):
     """The cost of one hand-off.
 
-    ``alone_s`` is its duration when nothing else runs. ``send_s`` and ``receive_s`` are the busy
-    time of the busiest rank of either side, ``sent_bytes`` and ``received_bytes`` its bytes.
+    ``alone_s`` is its duration when nothing else runs: bytes and messages. ``send_s`` and
+    ``receive_s`` are the busy time of the busiest rank of either side, ``sent_bytes`` and
+    ``received_bytes`` its bytes.
     """
 
     alone_s: float
@@ -125,7 +126,7 @@ def hand_off_cost(costs: Estimate) -> HandOffCost:
         sent[move.source] = sent.get(move.source, 0) + num_bytes
         received[move.target] = received.get(move.target, 0) + num_bytes
     return HandOffCost(
-        costs.predicted_s(),
+        costs.predicted_s() + link.room_s,
         max(send_s.values(), default=0.0),
         max(receive_s.values(), default=0.0),
         costs.num_bytes,

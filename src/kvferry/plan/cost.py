@@ -60,12 +60,17 @@ def slots_on(device: Device) -> SlotRule:
 SMALL_PIECE_BYTES, LARGE_PIECE_BYTES = 1 << 10, 64 << 10
 
 
+# 0.6 ms: p50 of ``kvferry bench control --transport shm`` on 2 cores, one room at a time.
+ROOM_S = 600e-6
+
+
 class LinkCost(msgspec.Struct, frozen=True, kw_only=True):
     """Costs of a transport between two machines.
 
     ``write_s`` is the fixed cost of a write. ``descriptor_s`` is the cost of a piece of up to
     1 KiB, ``run_s`` that of a piece of 64 KiB or more if it differs. ``maps_peer`` says that the
-    source writes into mapped memory of the target, so nothing is staged.
+    source writes into mapped memory of the target, so nothing is staged. ``room_s`` is the time of
+    a room beside its bytes: messages and thread switches. ``kvferry bench control`` measures it.
     """
 
     descriptor_s: float
@@ -76,12 +81,13 @@ class LinkCost(msgspec.Struct, frozen=True, kw_only=True):
     maps_peer: bool = False
     write_s: float = 0.0
     run_s: float | None = None
+    room_s: float = ROOM_S
 
     def __post_init__(self) -> None:
         speeds = (self.bytes_per_s, self.copy_bytes_per_s, self.slot_bytes)
         if not all(0 < speed < math.inf for speed in speeds):
             raise InputError("bandwidth, copy speed and slot size must be above 0 and finite")
-        costs = (self.descriptor_s, self.slot_s, self.write_s, self.run_s or 0.0)
+        costs = (self.descriptor_s, self.slot_s, self.write_s, self.run_s or 0.0, self.room_s)
         if not all(0 <= cost < math.inf for cost in costs):
             raise InputError("costs in seconds must be 0 or more and finite")
 
