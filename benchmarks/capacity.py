@@ -3,11 +3,11 @@
     .venv/bin/python benchmarks/capacity.py --transport shm
 
 One prefill and one decode process carry rooms that begin at random (Poisson) times, at a low, a
-middle and a high share of what the link can carry. The prediction knows three measured costs, none
-of them from such rooms: the seconds of a room of one page (as ``kvferry bench control`` measures
-it), the costs of a write (measured by the endpoint when it connects; for a transport that maps the
-peer, by copies of a request's pages in one process), and the times at which rooms begin. Every
-byte is checked in the first room, and every room must end well. The last line is JSON; the exit
+middle and a high share of what the link can carry. The prediction knows when rooms begin and two
+measured costs, none of them from such rooms: of a write, by the endpoint when it connects, or for a
+transport that maps the peer by copies of a request's pages in one process; and of messages, by
+rooms of one page that begin one after the other. Every byte is checked in the first room, and every
+room must end well. The last line is JSON; the exit
 status is 1 if at one load the hand-offs in flight are predicted wrong by more than 1, or the median
 by more than 30 %.
 """
@@ -15,6 +15,7 @@ by more than 30 %.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing
 import os
@@ -40,10 +41,9 @@ from kvferry import (
     digest_of,
     make_transport,
 )
-from kvferry.cli.bench import control
 from kvferry.layout import DType, Order
 from kvferry.memory.copy.cpu import copy_binding
-from kvferry.plan import Request, estimate, reshard
+from kvferry.plan import Plan, Request, estimate, reshard
 from kvferry.plan.bind import Binding, PagedView, RankPair, bind
 from kvferry.plan.capacity import (
     WARM_UP,
@@ -62,10 +62,8 @@ NUM_TOKENS = 1024
 # Rooms that can be in flight at once; a higher number is a backlog that never ends.
 NUM_ROOMS_AT_ONCE = 24
 SHARES = (0.3, 0.6, 0.85)
-NUM_CONTROL = 400
 # Rooms that begin one after the other, so that each is alone, and rooms that begin at once.
 NUM_ALONE, ALONE_S, NUM_AT_ONCE = 40, 0.1, 96
-DIGEST = digest_of(range(NUM_TOKENS), model="m", dtype="bf16")
 START_S, ROOM_S = 2.0, 120.0
 
 
@@ -134,9 +132,14 @@ def pools_of(side: str, args: argparse.Namespace) -> tuple[Any, Layout, Any]:
     return transport, layout, kv
 
 
-def pages_of(side: str, place: int) -> list[int]:
+@functools.cache
+def digest(num_tokens: int) -> bytes:
+    return digest_of(range(num_tokens), model="m", dtype="bf16")
+
+
+def pages_of(side: str, place: int, num_tokens: int = NUM_TOKENS) -> list[int]:
     """Return the pages of a room's place; no two are adjacent."""
-    num_pages = NUM_TOKENS // PAGE_TOKENS[side]
+    num_pages = num_tokens // PAGE_TOKENS[side]
     return [place + NUM_ROOMS_AT_ONCE * i for i in range(num_pages)]
 
 
@@ -153,7 +156,7 @@ def decode(pipe: Connection, url: str, args: argparse.Namespace) -> None:
     with TargetEndpoint(layout, pools, **options) as target:
         while True:
             try:
-                prefix, begin, times = pipe.recv()
+                prefix, begin, times, num_tokens = pipe.recv()
             except EOFError:
                 return
             done: list[float] = [0.0] * len(times)
@@ -164,9 +167,9 @@ def decode(pipe: Connection, url: str, args: argparse.Namespace) -> None:
                     target.receive(
                         f"{prefix}-{i}",
                         prefill="prefill",
-                        tokens=NUM_TOKENS,
-                        pages=pages_of("decode", i % NUM_ROOMS_AT_ONCE),
-                        digest=DIGEST,
+                        tokens=num_tokens,
+                        pages=pages_of("decode", i % NUM_ROOMS_AT_ONCE, num_tokens),
+                        digest=digest(num_tokens),
                         deadline_s=ROOM_S,
                     )
                 )
@@ -187,16 +190,20 @@ def wait_until(when: float) -> None:
 
 
 def run_rooms(
-    pipe: Connection, source: SourceEndpoint, prefix: str, times: list[float]
+    pipe: Connection,
+    source: SourceEndpoint,
+    prefix: str,
+    times: list[float],
+    num_tokens: int = NUM_TOKENS,
 ) -> tuple[list[float], int]:
     """Carry rooms that begin at these times; return the seconds of each, and a checksum."""
     begin = time.monotonic() + START_S
-    pipe.send((prefix, begin, times))
+    pipe.send((prefix, begin, times, num_tokens))
     for i, at in enumerate(times):
         wait_until(begin + at)
         room = source.open(f"{prefix}-{i}", deadline_s=ROOM_S)
-        room.push((0, NUM_TOKENS), pages_of("prefill", i % NUM_ROOMS_AT_ONCE))
-        room.close(digest=DIGEST)
+        room.push((0, num_tokens), pages_of("prefill", i % NUM_ROOMS_AT_ONCE, num_tokens))
+        room.close(digest=digest(num_tokens))
     done, failures, checksum = pipe.recv()
     if failures:
         raise SystemExit(f"{len(failures)} rooms failed: {failures[0]}")
@@ -204,7 +211,6 @@ def run_rooms(
 
 
 def measure(pipe: Connection, url: str, args: argparse.Namespace) -> dict[str, Any]:
-    room_s = measured_room_s(args.transport)
     transport, layout, kv = pools_of("prefill", args)
     kv[:] = np.random.default_rng(0).integers(0, 1 << 16, kv.shape, dtype=np.uint16)
     copied = measured_copies(args) if transport.maps_peer else None
@@ -217,8 +223,8 @@ def measure(pipe: Connection, url: str, args: argparse.Namespace) -> dict[str, A
             raise SystemExit("the first room arrived with other bytes")
         # Touches every page, which takes longer than later writes.
         run_rooms(pipe, source, "warm", [0.0] * (2 * NUM_ROOMS_AT_ONCE))
-        link = replace(copied or source.link_cost, room_s=room_s)
         plan = reshard(layout, layout_of("decode", args.layers))
+        link = with_messages(pipe, source, plan, copied or source.link_cost)
         cost = hand_off_cost(estimate(plan, Request(NUM_TOKENS), link))
         limit = 1 / max(cost.send_s, cost.receive_s)
         # What follows is not known to the prediction. The times of writes say where it is wrong.
@@ -249,10 +255,13 @@ def measure(pipe: Connection, url: str, args: argparse.Namespace) -> dict[str, A
 # ---------------------------------------------------------------- costs
 
 
-def measured_room_s(transport: str) -> float:
-    """Return the median seconds of a room of one page, one at a time, between two processes."""
-    (level,) = control.measure([1], NUM_CONTROL, transport, "cpu", tell=False)
-    return level.p50_ms / 1e3
+def with_messages(pipe: Connection, source: SourceEndpoint, plan: Plan, link: LinkCost) -> LinkCost:
+    """Return a link's cost with the seconds that a room of one page takes beside its write."""
+    num_tokens = max(PAGE_TOKENS.values())
+    times = [i * ALONE_S for i in range(NUM_ALONE)]
+    seconds, _ = run_rooms(pipe, source, "one page", times, num_tokens)
+    write_s = hand_off_cost(estimate(plan, Request(num_tokens), link)).send_s
+    return replace(link, room_s=max(statistics.median(seconds) - write_s, 0.0))
 
 
 def measured_copies(args: argparse.Namespace) -> LinkCost:
