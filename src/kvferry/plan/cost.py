@@ -132,14 +132,14 @@ _gpu_cost = partial(LinkCost, slot_bytes=GPU_SLOTS.slot_bytes(), slot_s=GPU_SLOT
 #   nixl-host    measured: NIXL 1.5.1, UCX with CMA, host memory, loopback, 2 cores
 #   nixl-gpu     measured: the same over cuda_ipc between two processes on one H200
 #   mooncake     measured: Mooncake 0.3.13, TCP on loopback, 2 cores
-#   shm          the source maps the target's pool and calls memcpy for each piece
+#   shm          measured: strided copies into the target's mapped pool (docs/adr/0008), 2 cores
 #   cuda         measured: the same between processes on one H200, all pieces in one launch
 #   rdma-400g    assumed, not measured: a 400 Gb/s NIC per rank, GPU memory at both ends
 PRESETS = {
     "nixl-host": LinkCost(descriptor_s=3e-6, bytes_per_s=6.5e9, copy_bytes_per_s=7e9),
     "nixl-gpu": _gpu_cost(descriptor_s=7.6e-6, bytes_per_s=1.19e12, copy_bytes_per_s=1.78e12),
     "mooncake": LinkCost(descriptor_s=50e-6, bytes_per_s=1e9, copy_bytes_per_s=7e9),
-    "shm": LinkCost(descriptor_s=60e-9, bytes_per_s=7e9, copy_bytes_per_s=7e9, maps_peer=True),
+    "shm": LinkCost(descriptor_s=3e-9, bytes_per_s=7e9, copy_bytes_per_s=7e9, maps_peer=True),
     "cuda": _gpu_cost(descriptor_s=0, bytes_per_s=1.8e12, copy_bytes_per_s=1.8e12, maps_peer=True),
     "rdma-400g": _gpu_cost(descriptor_s=1e-6, bytes_per_s=46e9, copy_bytes_per_s=1.78e12),
 }
