@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import sys
 import tempfile
@@ -180,6 +181,7 @@ async def renew_for(
     tick_s, due, index, took, sent = 0.05, 0.0, 0, [], 0
     tasks: list[asyncio.Task[list[float]]] = []
     process.cores()
+    own = Watched(os.getpid())
     begin = time.monotonic()
     while (elapsed := time.monotonic() - begin) < window_s:
         due = rate * elapsed
@@ -205,6 +207,7 @@ async def renew_for(
         "renew_p50_ms": quantile_ms(took, 0.5),
         "renew_p99_ms": quantile_ms(took, 0.99),
         "renew_cores": round(process.cores(), 3),
+        "renew_client_cores": round(own.cores(), 3),
     }
 
 

@@ -120,7 +120,8 @@ async def both(one: Discovery, two: Discovery, talk: Talk) -> None:
 class Watcher:
     """Views of an instance as a client hears them."""
 
-    def __init__(self, client: DiscoveryClient) -> None:
+    def __init__(self, client: DiscoveryClient, prefix: str) -> None:
+        self.prefix = prefix
         self.views: list[InstanceView | None] = []
         self._client = client
         self._waiting: list[tuple[list[int | None], Future[None]]] = []
@@ -143,9 +144,10 @@ class Watcher:
 @pytest.fixture
 def watched(cluster: EtcdCluster) -> Iterator[tuple[DiscoveryClient, Watcher]]:
     """A registered instance, and another client that follows it."""
-    url = cluster.url(next(PREFIXES))
+    prefix = next(PREFIXES)
+    url = cluster.url(prefix)
     with DiscoveryClient(url) as owner, DiscoveryClient(url) as follower:
-        watcher = Watcher(follower)
+        watcher = Watcher(follower, prefix)
         for record in RECORDS:
             owner.register(record, 10.0).result(ENOUGH_S)
         watcher.wait_for(100, 101)
@@ -161,6 +163,29 @@ def test_a_killed_leader_loses_nothing(
     owner.register(replace(RECORDS[1], incarnation=7), 10.0).result(ENOUGH_S)
     watcher.wait_for(100, 7)
     assert None not in watcher.views
+
+
+def test_a_dead_rank_leaves_after_its_lease_though_the_leader_is_killed(
+    cluster: EtcdCluster, watched: tuple[DiscoveryClient, Watcher]
+) -> None:
+    """A process takes a rank's place and dies without leaving. Its lease ends at the new leader."""
+    _, watcher = watched
+    asyncio.run(register_and_die(cluster.url(watcher.prefix)))
+    watcher.wait_for(100, 5)
+    cluster.leader().kill()
+    watcher.wait_for()
+    # The owner registers again once the rank is free.
+    watcher.wait_for(100, 101)
+    assert list(map(lives, watcher.views[-3:])) == [[100, 5], [], [100, 101]]
+
+
+SHORT_S = 2.0
+
+
+async def register_and_die(url: str) -> None:
+    discovery = EtcdDiscovery(url)
+    await discovery.register(replace(RECORDS[1], incarnation=5), SHORT_S)
+    await discovery.close()
 
 
 def test_a_killed_member_loses_nothing(

@@ -12,6 +12,7 @@ from kvferry import InputError
 from kvferry.layout import Layout, Parallel, attention
 from kvferry.plan import PRESETS, Request, estimate, reshard
 from kvferry.plan.capacity import (
+    MAX_TURNS,
     HandOffCost,
     Resource,
     ServingLoad,
@@ -38,6 +39,14 @@ def test_one_link_is_a_queue_with_a_constant_service_time(share: float) -> None:
     expected = share + share**2 / (2 * (1 - share))
     assert seen.in_flight == pytest.approx(expected, rel=0.05)
     assert seen.busy[Resource.SENDING] == pytest.approx(share)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+def test_hand_offs_that_take_many_turns_share_the_link(share: float) -> None:
+    """A shared processor: the mean number in the system is that of M/M/1 for any service time."""
+    cost = COST._replace(num_turns=40)
+    seen = predict(load(requests_per_s=share / COST.send_s), cost, num_requests=100_000)
+    assert seen.in_flight == pytest.approx(share / (1 - share), rel=0.07)
 
 
 def test_an_idle_link_adds_only_the_hand_off_itself() -> None:
@@ -105,9 +114,24 @@ def test_the_cost_of_a_hand_off_is_that_of_its_busiest_ranks() -> None:
     assert cost.num_bytes == plan.payload_bytes(Request(1024))
     assert cost.sent_bytes == cost.num_bytes // 4
     assert cost.received_bytes == cost.num_bytes // 2
-    assert cost.alone_s == costs.predicted_s()
+    assert cost.alone_s == costs.predicted_s() + costs.link_cost.room_s
     assert 0 < cost.receive_s < cost.alone_s
     assert 0 < cost.send_s <= cost.alone_s
+
+
+def test_only_mapped_writes_go_one_after_the_other() -> None:
+    spec = attention(layers=64, kv_heads=8, head_dim=128)
+    whole, half = Layout(spec), Layout(spec, Parallel(tp=2))
+
+    def turns(source: Layout, preset: str) -> int:
+        plan = reshard(source, whole)
+        return hand_off_cost(estimate(plan, Request(256), PRESETS[preset])).num_turns
+
+    assert turns(half, "shm") == 1
+    # Half the heads of a page are many pieces: 32 MiB of each source in slots of 16 MiB.
+    assert turns(half, "nixl-host") == 2
+    # Whole pages are written directly.
+    assert turns(whole, "nixl-host") == MAX_TURNS
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,7 @@ def test_choice_is_the_fastest_open_mode(
         {"descriptor_s": -1},
         {"descriptor_s": math.nan},
         {"slot_s": math.inf},
+        {"room_s": -1},
         {"slot_bytes": 0},
     ],
 )

@@ -3,8 +3,9 @@
 ``predict`` runs a discrete-event simulation over the costs of ``plan/cost.py``. Requests arrive at
 random (Poisson). The router gives each to the prefill and the decode instance with the fewest
 requests. A request waits until decode has room for its tokens, then for its turn at prefill, and
-is handed over when its prompt is computed. A rank sends and receives one hand-off at a time, in
-order of arrival. Decode keeps the tokens until the answer is complete.
+is handed over when its prompt is computed. The hand-offs of a rank take turns of one staging slot;
+writes into mapped memory go one after the other. Decode keeps the tokens until the answer is
+complete.
 
 Not modelled: batches whose steps get slower as they grow, chunks that are pushed while later ones
 are computed (so predictions are on the safe side), failures, and cached prefixes.
@@ -30,6 +31,8 @@ from kvferry.plan.estimate import Estimate
 NUM_REQUESTS = 20_000
 WARM_UP = 0.2
 MAX_INSTANCES = 4096
+# Hand-offs that share a link are simulated in at most so many turns; more change little.
+MAX_TURNS = 8
 # A resource that is busier than this has no useful queue: its waits grow without bound.
 SATURATED = 0.98
 
@@ -93,8 +96,9 @@ class ServingLoad(msgspec.Struct, frozen=True, kw_only=True):
 class HandOffCost(NamedTuple):
     """The cost of one hand-off.
 
-    ``alone_s`` is its duration when nothing else runs. ``send_s`` and ``receive_s`` are the busy
-    time of the busiest rank of either side, ``sent_bytes`` and ``received_bytes`` its bytes.
+    ``alone_s`` is its duration when nothing else runs: bytes and messages. ``send_s`` and
+    ``receive_s`` are the busy time of the busiest rank of either side, ``sent_bytes`` and
+    ``received_bytes`` its bytes. Hand-offs that share a link take turns, ``num_turns`` each.
     """
 
     alone_s: float
@@ -104,6 +108,7 @@ class HandOffCost(NamedTuple):
     sent_bytes: int
     received_bytes: int
     is_staged: bool
+    num_turns: int = 1
 
 
 def hand_off_cost(costs: Estimate) -> HandOffCost:
@@ -125,14 +130,32 @@ def hand_off_cost(costs: Estimate) -> HandOffCost:
         sent[move.source] = sent.get(move.source, 0) + num_bytes
         received[move.target] = received.get(move.target, 0) + num_bytes
     return HandOffCost(
-        costs.predicted_s(),
+        costs.predicted_s() + link.room_s,
         max(send_s.values(), default=0.0),
         max(receive_s.values(), default=0.0),
         costs.num_bytes,
         max(sent.values(), default=0),
         max(received.values(), default=0),
         costs.chosen is TransferMode.STAGED,
+        _num_turns(costs),
     )
+
+
+def _num_turns(costs: Estimate) -> int:
+    """Return in how many turns a source sends a hand-off while others share its link.
+
+    A mapped transport copies one write after the other. The target grants staging slots in turns,
+    and a transport shares its link among the direct writes in flight.
+    """
+    if costs.link_cost.maps_peer:
+        return 1
+    if costs.chosen is not TransferMode.STAGED:
+        return MAX_TURNS
+    slots: dict[int, int] = {}
+    for one in costs.moves:
+        count = costs.link_cost.num_slots(one.shape.num_bytes)
+        slots[one.move.source] = slots.get(one.move.source, 0) + count
+    return min(max(slots.values()), MAX_TURNS)
 
 
 class Percentiles(NamedTuple):
@@ -204,7 +227,8 @@ def predict(
     return LoadPrediction(
         _percentiles((done - computed)[first:]),
         _percentiles((done - arrived)[first:]),
-        _percentiles((sent - computed)[first:]),
+        # To a nanosecond, because the turns of a hand-off do not add up exactly.
+        _percentiles(np.maximum(np.round(sent - computed, 9), 0.0)[first:]),
         _mean(computed, done, window),
         int(np.percentile(_counts(computed, done, window), 99)),
         _mean(began, done, window) * load.num_input,
@@ -215,14 +239,18 @@ def predict(
 
 
 class _SimulatedInstance:
-    """One instance: when its link is free, and the requests that it has."""
+    """One instance: when its link is free, and the requests that it has.
 
-    __slots__ = ("free_at", "held_tokens", "link_free_at", "num_requests", "waiting")
+    ``sending``: requests that take turns at a prefill instance's link; the first has it.
+    """
+
+    __slots__ = ("free_at", "held_tokens", "link_free_at", "num_requests", "sending", "waiting")
 
     def __init__(self) -> None:
         self.free_at = self.link_free_at = 0.0
         self.held_tokens = self.num_requests = 0
         self.waiting: deque[int] = deque()
+        self.sending: deque[int] = deque()
 
 
 class _Kind(NamedTuple):
@@ -230,8 +258,9 @@ class _Kind(NamedTuple):
 
     ended: int = 0
     done: int = 1
-    computed: int = 2
-    arrived: int = 3
+    sent: int = 2
+    computed: int = 3
+    arrived: int = 4
 
 
 _EVENT = _Kind()
@@ -252,6 +281,8 @@ class _Simulation:
         self._pairs: list[tuple[int, int]] = []
         self._times = np.zeros((len(arrivals), 6))
         self._times[:, 0] = arrivals
+        # Turns that each hand-off still needs.
+        self._turns = [cost.num_turns] * len(arrivals)
         self._events = [(float(at), _EVENT.arrived, i) for i, at in enumerate(arrivals)]
 
     def run(self) -> npt.NDArray[np.float64]:
@@ -260,6 +291,7 @@ class _Simulation:
         handle = {
             _EVENT.arrived: self._arrived,
             _EVENT.computed: self._computed,
+            _EVENT.sent: self._sent,
             _EVENT.done: self._done,
             _EVENT.ended: self._ended,
         }
@@ -287,16 +319,36 @@ class _Simulation:
             heapq.heappush(self._events, (computed, _EVENT.computed, request))
 
     def _computed(self, request: int, now: float) -> None:
-        cost, pair = self._cost, self._pairs[request]
-        prefill, decode = self._prefill[pair[0]], self._decode[pair[1]]
-        begin = max(now, prefill.link_free_at)
-        prefill.link_free_at = begin + cost.send_s
-        receiving = max(begin, decode.link_free_at)
-        decode.link_free_at = receiving + cost.receive_s
-        done = max(begin + cost.alone_s, receiving + cost.receive_s)
-        # The wait ends when both ranks serve this hand-off.
-        self._times[request, 2:5] = now, done - cost.alone_s, done
-        heapq.heappush(self._events, (done, _EVENT.done, request))
+        self._times[request, 2] = now
+        prefill = self._prefill[self._pairs[request][0]]
+        prefill.sending.append(request)
+        if len(prefill.sending) == 1:
+            self._send(prefill, now)
+
+    def _send(self, prefill: _SimulatedInstance, now: float) -> None:
+        """Give the link to the first hand-off for a turn."""
+        cost, request = self._cost, prefill.sending[0]
+        decode = self._decode[self._pairs[request][1]]
+        send_s, receive_s = cost.send_s / cost.num_turns, cost.receive_s / cost.num_turns
+        receiving = max(now, decode.link_free_at)
+        decode.link_free_at = receiving + receive_s
+        self._turns[request] -= 1
+        heapq.heappush(self._events, (now + send_s, _EVENT.sent, request))
+        if not self._turns[request]:
+            rest_s = cost.alone_s - cost.send_s
+            done = max(now + send_s + rest_s, receiving + receive_s)
+            # The wait is the time in which not both ranks served this hand-off.
+            self._times[request, 3:5] = done - cost.alone_s, done
+            heapq.heappush(self._events, (done, _EVENT.done, request))
+
+    def _sent(self, request: int, now: float) -> None:
+        """End a turn at a link, and begin the next one."""
+        prefill = self._prefill[self._pairs[request][0]]
+        prefill.sending.popleft()
+        if self._turns[request]:
+            prefill.sending.append(request)
+        if prefill.sending:
+            self._send(prefill, now)
 
     def _done(self, request: int, now: float) -> None:
         _leave(self._prefill, self._idle_prefill, self._pairs[request][0])

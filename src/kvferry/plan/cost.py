@@ -60,12 +60,17 @@ def slots_on(device: Device) -> SlotRule:
 SMALL_PIECE_BYTES, LARGE_PIECE_BYTES = 1 << 10, 64 << 10
 
 
+# 0.6 ms: p50 of ``kvferry bench control --transport shm`` on 2 cores, one room at a time.
+ROOM_S = 600e-6
+
+
 class LinkCost(msgspec.Struct, frozen=True, kw_only=True):
     """Costs of a transport between two machines.
 
     ``write_s`` is the fixed cost of a write. ``descriptor_s`` is the cost of a piece of up to
     1 KiB, ``run_s`` that of a piece of 64 KiB or more if it differs. ``maps_peer`` says that the
-    source writes into mapped memory of the target, so nothing is staged.
+    source writes into mapped memory of the target, so nothing is staged. ``room_s`` is the time of
+    a room beside its bytes: messages and thread switches. ``kvferry bench control`` measures it.
     """
 
     descriptor_s: float
@@ -76,12 +81,13 @@ class LinkCost(msgspec.Struct, frozen=True, kw_only=True):
     maps_peer: bool = False
     write_s: float = 0.0
     run_s: float | None = None
+    room_s: float = ROOM_S
 
     def __post_init__(self) -> None:
         speeds = (self.bytes_per_s, self.copy_bytes_per_s, self.slot_bytes)
         if not all(0 < speed < math.inf for speed in speeds):
             raise InputError("bandwidth, copy speed and slot size must be above 0 and finite")
-        costs = (self.descriptor_s, self.slot_s, self.write_s, self.run_s or 0.0)
+        costs = (self.descriptor_s, self.slot_s, self.write_s, self.run_s or 0.0, self.room_s)
         if not all(0 <= cost < math.inf for cost in costs):
             raise InputError("costs in seconds must be 0 or more and finite")
 
@@ -126,14 +132,14 @@ _gpu_cost = partial(LinkCost, slot_bytes=GPU_SLOTS.slot_bytes(), slot_s=GPU_SLOT
 #   nixl-host    measured: NIXL 1.5.1, UCX with CMA, host memory, loopback, 2 cores
 #   nixl-gpu     measured: the same over cuda_ipc between two processes on one H200
 #   mooncake     measured: Mooncake 0.3.13, TCP on loopback, 2 cores
-#   shm          the source maps the target's pool and calls memcpy for each piece
+#   shm          measured: strided copies into the target's mapped pool (docs/adr/0008), 2 cores
 #   cuda         measured: the same between processes on one H200, all pieces in one launch
 #   rdma-400g    assumed, not measured: a 400 Gb/s NIC per rank, GPU memory at both ends
 PRESETS = {
     "nixl-host": LinkCost(descriptor_s=3e-6, bytes_per_s=6.5e9, copy_bytes_per_s=7e9),
     "nixl-gpu": _gpu_cost(descriptor_s=7.6e-6, bytes_per_s=1.19e12, copy_bytes_per_s=1.78e12),
     "mooncake": LinkCost(descriptor_s=50e-6, bytes_per_s=1e9, copy_bytes_per_s=7e9),
-    "shm": LinkCost(descriptor_s=60e-9, bytes_per_s=7e9, copy_bytes_per_s=7e9, maps_peer=True),
+    "shm": LinkCost(descriptor_s=3e-9, bytes_per_s=7e9, copy_bytes_per_s=7e9, maps_peer=True),
     "cuda": _gpu_cost(descriptor_s=0, bytes_per_s=1.8e12, copy_bytes_per_s=1.8e12, maps_peer=True),
     "rdma-400g": _gpu_cost(descriptor_s=1e-6, bytes_per_s=46e9, copy_bytes_per_s=1.78e12),
 }

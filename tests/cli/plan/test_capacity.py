@@ -29,6 +29,16 @@ def test_a_load_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     assert seen["pinned_bytes"]["prefill"] < seen["pinned_bytes"]["decode"]
 
 
+def test_messages_add_to_every_hand_off(capsys: pytest.CaptureFixture[str]) -> None:
+    free, slow = (
+        document(capsys, f"{SIDES} {LOAD.replace('400g', f'400g,room_us={cost}')}")
+        for cost in (1e-6, 5000)
+    )
+    added = [one["capacity"]["added_s"]["p50"] for one in (free, slow)]
+    assert added[1] - added[0] == pytest.approx(5e-3)
+    assert free["predicted_s"] == slow["predicted_s"]
+
+
 def test_the_table_names_what_is_full_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(f"plan {SIDES} {LOAD}".split()) == 0
     printed = capsys.readouterr().out

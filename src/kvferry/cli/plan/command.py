@@ -23,6 +23,7 @@ COST_KEYS = {
     "descriptor_us": ("descriptor_s", 1e-6),
     "gb_per_s": ("bytes_per_s", 1e9),
     "copy_gb_per_s": ("copy_bytes_per_s", 1e9),
+    "room_us": ("room_s", 1e-6),
 }
 
 EXAMPLE = """example:
