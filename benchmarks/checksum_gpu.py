@@ -33,6 +33,7 @@ from kvferry.layout import (
 )
 from kvferry.memory.checksum.cpu import CellSums
 from kvferry.memory.checksum.gpu import GpuCellSums, GpuSummer
+from kvferry.memory.checksum.gpu_tables import tiles_of
 from kvferry.plan import PageTable, Plan, RankPair, Request, contiguous_pools, reshard
 from kvferry.plan.content import (
     ALL_CELLS,
@@ -90,7 +91,9 @@ class Pages:
             for size in pools.region_bytes
         ]
         torch.cuda.synchronize()
-        self.summer = GpuSummer(Device("cuda"), tuple(one.data_ptr() for one in self.memory))
+        addresses = tuple(one.data_ptr() for one in self.memory)
+        tiles = tiles_of(self.map, self.layout.spec, addresses)
+        self.summer = GpuSummer(Device("cuda"), addresses, tiles)
         self.rng = np.random.default_rng(1)
         self.shuffle()
 

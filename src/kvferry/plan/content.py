@@ -12,6 +12,7 @@ that a mistake there is found too.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -107,10 +108,14 @@ class BlockCells(NamedTuple):
     chosen: NDArray[np.bool_]
 
 
+@lru_cache(maxsize=64)
 def cells_between(
     plan: Plan, pair: RankPair, request: Request, proof: ProofRequest
 ) -> tuple[BlockCells, ...]:
-    """Return the cells of what ``pair.source`` sends ``pair.target`` for a request."""
+    """Return the cells of what ``pair.source`` sends ``pair.target`` for a request.
+
+    Cached, because machine and endpoint ask for the same cells.
+    """
     blocks = plan.blocks(*pair, request)
     layers = [plan.spec.group(block.group).layers_in(block.layers) for block in blocks]
     size = MIN_SPAN_TOKENS
@@ -146,6 +151,7 @@ def _block_cells(
     # As the labels of a tensor that no group can have.
     rows = labels(proof.seed, _group_index(plan, block.group), (1 << 16) - 1, layers)
     chosen = mix(rows[:, None] + numbers) >> np.uint64(48) < np.uint64(proof.share)
+    chosen.flags.writeable = False
     return BlockCells(block, layers, spans, chosen)
 
 
@@ -303,16 +309,21 @@ def _move_entries(
     firsts = [*(span.first for span in columns.spans), columns.tokens.end]
     edges = np.searchsorted(positions, firsts)
     unit = move.units.first - shard.units.first
+    # Tensors with equal strides share their offsets.
+    offsets: dict[tuple[int, ...], Int64s] = {}
     for index, tensor in enumerate(group.tensors):
         at = view.pools.of(group.name, tensor.name)
         if pages.min() < 0 or pages.max() >= at.num_pages:
             raise InputError(f"group {group.name!r} names a page outside of its pool")
+        strides = at.page_stride, at.token_stride, at.unit_stride
+        if strides not in offsets:
+            offsets[strides] = pages * strides[0] + place * strides[1] + unit * strides[2]
         yield CellEntries(
             columns.numbers,
             edges,
             at.bases_of(columns.layers),
             labels(proof.seed, _group_index(plan, group.name), index, columns.layers),
-            pages * at.page_stride + place * at.token_stride + unit * at.unit_stride,
+            offsets[strides],
             positions,
             move.units,
             at,

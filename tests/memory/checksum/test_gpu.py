@@ -12,7 +12,7 @@ from summing import FULL, cells_of, sums_of
 from kvferry.errors import InputError
 from kvferry.layout import CacheSpec, DType, Layout, Order, Parallel, attention
 from kvferry.layout.spec import Group, Paged, Part, StateRow, Tensor, Window
-from kvferry.memory.checksum.gpu_tables import TILE_WORDS, SumTile
+from kvferry.memory.checksum.gpu_tables import TILE_WORDS, SumTile, tiles_of
 from kvferry.plan import Base, PagedView, PageTable, Placement, Plan, RankPair, Request, reshard
 from kvferry.plan.content import ALL_CELLS, ProofRequest
 from kvferry.plan.places import PoolMap
@@ -41,8 +41,10 @@ def on_gpu(region: Bytes, shift: int = 0) -> torch.Tensor:
     return memory[shift:]
 
 
-def summer_of(memory: list[torch.Tensor]) -> GpuSummer:
-    return GpuSummer(Device("cuda"), tuple(region.data_ptr() for region in memory))
+def summer_of(plan: Plan, rank: Rank, memory: list[torch.Tensor]) -> GpuSummer:
+    addresses = tuple(region.data_ptr() for region in memory)
+    tiles = tiles_of(rank.side.pools, plan.spec, addresses)
+    return GpuSummer(Device("cuda"), addresses, tiles)
 
 
 def finished(sums: GpuCellSums) -> bytes:
@@ -58,7 +60,7 @@ def gpu_sums(
     memory = [on_gpu(region, shift) for region in rank.regions]
     torch.cuda.synchronize()  # the summer's stream does not wait for this one
     cells, entries = cells_of(*about, rank, proof)
-    return finished(summer_of(memory).sum_cells(proof.seed, cells, entries))
+    return finished(summer_of(about[0], rank, memory).sum_cells(proof.seed, cells, entries))
 
 
 def demand_equal(plan: Plan, request: Request, shift: int = 0, share: int = ALL_CELLS) -> None:
@@ -161,7 +163,7 @@ class Large:
         tables = {"kv": PageTable(np.random.default_rng(2).permutation(num_pages))}
         self.about = reshard(layout, layout), RankPair(0, 0), Request(64 * num_pages)
         self.rank = Rank(layout, 0, PagedView(PoolMap(placements), tables), [])
-        self.summer = summer_of([self.pool])
+        self.summer = summer_of(self.about[0], self.rank, [self.pool])
 
     def sums(self) -> GpuCellSums:
         cells, entries = cells_of(*self.about, self.rank)
@@ -203,13 +205,13 @@ def test_proofs_in_flight_have_separate_sums() -> None:
 
 
 def test_kernels_are_ready_after_the_warm_up() -> None:
-    summer = summer_of([])
     tiles = [SumTile(16, 8, TILE_WORDS // 8, False), SumTile(2, 8, TILE_WORDS // 8, True)]
-    summer.warm_up(tiles)
+    summer = GpuSummer(Device("cuda"), (), {("kv", str(tile)): tile for tile in tiles})
+    summer.warm_up()
     kernels = [summer.kernel(tile) for tile in tiles]
     assert [summer.kernel(tile) for tile in tiles] == kernels
 
 
 def test_host_memory_is_refused() -> None:
     with pytest.raises(InputError, match="CUDA device"):
-        GpuSummer(Device(), ())
+        GpuSummer(Device(), (), {})

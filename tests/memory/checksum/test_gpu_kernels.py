@@ -13,7 +13,7 @@ from moving import Rank, filled, random_cache
 from summing import cells_of, sums_of
 from transfers import transfers
 
-from kvferry.memory.checksum.gpu_tables import NUM_KEYS, table_of
+from kvferry.memory.checksum.gpu_tables import NUM_KEYS, joined, table_of, tiles_of
 from kvferry.plan import Plan, RankPair, Request
 from kvferry.plan.content import ALL_CELLS, ProofRequest, chunk_keys
 
@@ -35,8 +35,8 @@ def interpreted_sums(
     num_cells, entries = cells_of(plan, pair, request, rank, proof)
     state = torch.zeros(NUM_KEYS + num_cells, dtype=torch.int64)
     state[:NUM_KEYS] = torch.from_numpy(chunk_keys(proof.seed).view(np.int64))
-    for each in entries:
-        table = table_of(each, addresses, lambda size: np.empty(size, np.int64))
+    for each in joined(entries, tiles_of(rank.side.pools, plan.spec, addresses)):
+        table = table_of(*each, addresses, lambda size: np.empty(size, np.int64))
         numbers = torch.from_numpy(table.numbers)
         for item in range(table.num_items):
             sum_chunks[table.num_programs,](numbers, state, item, *table.tile)

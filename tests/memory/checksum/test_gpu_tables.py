@@ -15,9 +15,17 @@ from transfers import transfers
 
 from kvferry.layout import DType, Layout, Order, Parallel, attention
 from kvferry.layout.spec import CacheSpec, Group, StateRow, Tensor
-from kvferry.memory.checksum.gpu_tables import HEADER, ITEM, SumTable, table_of, tile_of
+from kvferry.memory.checksum.gpu_tables import (
+    HEADER,
+    ITEM,
+    SumTable,
+    joined,
+    table_of,
+    tile_of,
+    tiles_of,
+)
 from kvferry.plan import Plan, RankPair, Request, reshard
-from kvferry.plan.content import ALL_CELLS, CHUNK_BYTES, CellEntries, ProofRequest
+from kvferry.plan.content import ALL_CELLS, CHUNK_BYTES, ProofRequest
 from kvferry.plan.places import Base, Int64s, Placement
 
 
@@ -55,8 +63,9 @@ def table_sums(plan: Plan, pair: RankPair, request: Request, rank: Rank, seed: i
     addresses = [region.ctypes.data for region in rank.regions]
     num_cells, entries = cells_of(plan, pair, request, rank, proof)
     sums = [0] * num_cells
-    for each in entries:
-        for cell, value in entry_values(table_of(each, addresses, allocate), seed):
+    tiles = tiles_of(rank.side.pools, plan.spec, addresses)
+    for each in joined(entries, tiles):
+        for cell, value in entry_values(table_of(*each, addresses, allocate), seed):
             sums[cell] += value
     return b"".join((one % 2**64).to_bytes(8, "little") for one in sums)
 
@@ -74,31 +83,43 @@ def test_tables_lead_to_the_sums_of_the_cpu(transfer: tuple[Plan, Request, int, 
             assert table_sums(plan, pair, request, rank, seed) == sums
 
 
-def entries_of(spec: CacheSpec, request: Request, order: Order = Order.NHD) -> list[CellEntries]:
-    """Return what one rank of TP 2 sends another, with pages of 16 tokens."""
+def tables_of(spec: CacheSpec, request: Request, order: Order = Order.NHD) -> list[SumTable]:
+    """Return tables of what one rank of TP 2 sends another, with pages of 16 tokens."""
     plan = reshard(*[Layout(spec, Parallel(tp=2), page_tokens=16, order=order)] * 2)
     rng = np.random.default_rng(1)
     rank = filled(plan.source, random_cache(spec, request.num_tokens, rng), request, rng)[0]
-    return [*cells_of(plan, RankPair(0, 0), request, rank)[1]]
+    addresses = [0] * len(rank.regions)
+    _, entries = cells_of(plan, RankPair(0, 0), request, rank)
+    tiles = tiles_of(rank.side.pools, spec, addresses)
+    return [table_of(*each, addresses, allocate) for each in joined(entries, tiles)]
 
 
 @pytest.mark.parametrize(("order", "by_unit"), [(Order.NHD, 0), (Order.HND, 1)])
 def test_rows_follow_memory(order: Order, by_unit: int) -> None:
     spec = attention(layers=1, kv_heads=4, head_dim=8)
-    for each in entries_of(spec, Request(40), order):
-        assert table_of(each, [0] * 2, allocate).numbers[3] == by_unit
+    for table in tables_of(spec, Request(40), order):
+        assert table.numbers[3] == by_unit
 
 
 def test_long_requests_are_located_in_several_tables() -> None:
     spec = attention(layers=1, kv_heads=2, head_dim=1)
-    found = entries_of(spec, Request(20_000))
-    assert [len(each.offsets) for each in found] == [8192, 8192, 8192, 8192, 3616, 3616]
+    sizes = [len(table.numbers) - HEADER for table in tables_of(spec, Request(20_000))]
+    num_cells = [2 * 32, 2 * 32, 2 * 15]
+    assert sizes == [
+        cells * ITEM + 2 * tokens
+        for cells, tokens in zip(num_cells, (8192, 8192, 3616), strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("v_head_dim", "num_items"), [(8, [6]), (16, [3, 3])])
+def test_tensors_that_lie_alike_share_a_table(v_head_dim: int, num_items: list[int]) -> None:
+    spec = attention(layers=3, kv_heads=4, head_dim=8, v_head_dim=v_head_dim)
+    assert [table.num_items for table in tables_of(spec, Request(40))] == num_items
 
 
 def test_a_large_state_is_cut_into_chunks() -> None:
     group = Group("state", StateRow(), (0,), 4, (Tensor("h", DType.FLOAT32, 3000),))
-    (each,) = entries_of(CacheSpec(1, (group,)), Request(5))
-    table = table_of(each, [0], allocate)
+    (table,) = tables_of(CacheSpec(1, (group,)), Request(5))
     assert (table.tile.width, table.num_programs, table.num_items) == (32, 3, 1)
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from kvferry.layout.spec import CacheSpec
 from kvferry.memory.checksum.cpu import CellSums
-from kvferry.memory.checksum.gpu_tables import tile_of
+from kvferry.memory.checksum.gpu_tables import tiles_of
 from kvferry.memory.pools import Memory
 from kvferry.plan.content import CellEntries
 
@@ -35,11 +35,6 @@ def sums_in(memory: Memory, spec: CacheSpec) -> SumCells:
         return partial(CellSums, addresses=addresses)
     from kvferry.memory.checksum.gpu import GpuSummer  # noqa: PLC0415 - needs torch and triton
 
-    summer = GpuSummer(memory.device, addresses)
-    tensors = {(group.name, one.name): one for group in spec.groups for one in group.tensors}
-    tiles = set()
-    for at in memory.map.placements:
-        tensor = tensors[at.group, at.tensor]
-        tiles.add(tile_of(at, tensor.unit_bytes, tensor.dtype.num_bytes, addresses))
-    summer.warm_up(sorted(tiles))
+    summer = GpuSummer(memory.device, addresses, tiles_of(memory.map, spec, addresses))
+    summer.warm_up()
     return summer.sum_cells

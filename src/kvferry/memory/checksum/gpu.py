@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from kvferry.errors import InputError
-from kvferry.memory.checksum.gpu_tables import NUM_KEYS, NUM_WARPS, SumTile, table_of
+from kvferry.memory.checksum.gpu_tables import NUM_KEYS, NUM_WARPS, SumTile, Tiles, joined, table_of
 from kvferry.plan.content import CellEntries, chunk_keys
 from kvferry.regions import Device
 
@@ -22,7 +22,7 @@ try:
     import torch
 
     from kvferry.memory.checksum.gpu_kernels import sum_chunks
-    from kvferry.memory.gpu_calls import LoadedKernel, Uploads, on_device
+    from kvferry.memory.gpu_calls import LoadedKernel, Upload, Uploads, on_device
 except (ImportError, OSError) as error:
     raise InputError(
         f"sums on a GPU need torch, triton and a CUDA driver ({error}); install what is missing"
@@ -36,20 +36,20 @@ STEP_BYTES, STEP_LAUNCHES = 128 << 20, 4
 class GpuSummer:
     """Sums cells in regions of one GPU, which begin at ``addresses``."""
 
-    def __init__(self, device: Device, addresses: tuple[int, ...]) -> None:
+    def __init__(self, device: Device, addresses: tuple[int, ...], tiles: Tiles) -> None:
         if device.kind != "cuda" or not torch.cuda.is_available():
             raise InputError(f"a GPU's sums need a CUDA device that torch can see, not {device}")
         self.device = torch.device(device.kind, device.number)
-        self.addresses = addresses
+        self.addresses, self.tiles = addresses, tiles
         self.stream = torch.cuda.Stream(self.device)
         self.uploads = Uploads(self.stream)
         self._kernels: dict[SumTile, LoadedKernel] = {}
         # Pinned memory must not be freed while the GPU reads a table from it.
         weakref.finalize(self, self.stream.synchronize)
 
-    def warm_up(self, tiles: Iterable[SumTile]) -> None:
-        """Compile and load the kernels for these tiles, so that no request waits for it."""
-        for tile in tiles:
+    def warm_up(self) -> None:
+        """Compile and load the kernels, so that no request waits for it."""
+        for tile in self.tiles.values():
             on_device(self.device, partial(self.kernel, tile))
 
     def kernel(self, tile: SumTile) -> LoadedKernel:
@@ -83,6 +83,8 @@ class GpuCellSums:
         # Has the keys, and behind them the sums.
         self._state = summer.uploads.take()
         self._launches = self._queued(entries)
+        # Uploads of tables that the step to come reads last.
+        self._read: list[Upload] = []
         self.event = torch.cuda.Event()
 
     def step(self) -> bool:
@@ -100,19 +102,18 @@ class GpuCellSums:
                 break
         if not more:
             self._state.fetch(NUM_KEYS, self._end, self._summer.stream.cuda_stream)
-        self._record()
-        return more
-
-    def _record(self) -> None:
         self.event = torch.cuda.Event()
         self.event.record(self._summer.stream)
+        while self._read:
+            self._summer.uploads.give_back(self._read.pop(), self.event)
+        return more
 
     def _queued(self, entries: Iterable[CellEntries]) -> Iterator[int]:
         """Queue launches, each when asked for, and yield the bytes of each."""
         summer, stream = self._summer, self._summer.stream.cuda_stream
         self._state.send(self._end, stream)
-        for each in entries:
-            table = table_of(each, summer.addresses, summer.uploads.next_array)
+        for tile, parts in joined(entries, summer.tiles):
+            table = table_of(tile, parts, summer.addresses, summer.uploads.next_array)
             upload = summer.uploads.take()
             upload.send(len(table.numbers), stream)
             kernel = summer.kernel(table.tile)
@@ -122,8 +123,7 @@ class GpuCellSums:
                 num_programs = num_items * table.num_programs
                 kernel.start(num_programs, stream, upload.address, self._state.address, first)
                 yield num_items * table.item_bytes
-            self._record()
-            summer.uploads.give_back(upload, self.event)
+            self._read.append(upload)
 
     @property
     def result(self) -> bytes:

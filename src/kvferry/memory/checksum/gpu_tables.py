@@ -1,6 +1,7 @@
 """Tables that tell the GPU kernel of checksums what to add.
 
-A table is for the entries of one tensor in some columns of cells. It has
+A table is for the entries of one tensor in some columns of cells, or of several that lie alike. It
+has
 
     a header, then an item for each chosen cell, then each token's offset and position
 
@@ -10,13 +11,15 @@ into chunks: a program adds one chunk of each row of a tile. numpy makes all ite
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
+from kvferry.layout.spec import CacheSpec
 from kvferry.plan.content import CHUNK_BYTES, NOT_CHOSEN, CellEntries
-from kvferry.plan.places import Int64s, Placement
+from kvferry.plan.places import Int64s, Placement, PoolMap
 
 # Numbers in a header: tiles of an item, chunks of a unit, units, whether tokens are closer than
 # units, the first unit's number, stride and bytes of a unit, bytes and stride of an element, and
@@ -48,6 +51,10 @@ class SumTile(NamedTuple):
     is_strided: bool
 
 
+# By group and tensor.
+Tiles = Mapping[tuple[str, str], SumTile]
+
+
 class SumTable(NamedTuple):
     """A table with its tile, and its number of items, programs of an item, and bytes of an item."""
 
@@ -58,10 +65,21 @@ class SumTable(NamedTuple):
     item_bytes: int
 
 
+def tiles_of(pools: PoolMap, spec: CacheSpec, addresses: Sequence[int]) -> Tiles:
+    """Return the tiles of a rank's tensors. They are the same for every request."""
+    tensors = {(group.name, one.name): one for group in spec.groups for one in group.tensors}
+    tiles = {}
+    for at in pools.placements:
+        one = tensors[at.group, at.tensor]
+        tile = tile_of(at, one.unit_bytes, one.dtype.num_bytes, addresses)
+        tiles[at.group, at.tensor] = tile
+    return tiles
+
+
 def tile_of(
     at: Placement, unit_bytes: int, element_bytes: int, addresses: Sequence[int]
 ) -> SumTile:
-    """Return the tile for a tensor. It is the same for every request."""
+    """Return the tile for a tensor."""
     stride = at.element_stride or element_bytes
     is_strided = stride != element_bytes
     every = WIDEST | at.page_stride | at.token_stride | at.unit_stride | unit_bytes
@@ -80,15 +98,32 @@ def _width(num_words: int) -> int:
     return min(MAX_WIDTH, 1 << (num_words - 1).bit_length())
 
 
+def joined(
+    entries: Iterable[CellEntries], tiles: Tiles
+) -> Iterator[tuple[SumTile, list[CellEntries]]]:
+    """Put entries together that differ only in their layers, such as K and V, with their tile."""
+
+    def shape(one: CellEntries) -> tuple[SumTile, tuple[int | None, ...]]:
+        arrays = id(one.offsets), id(one.positions)
+        sizes = one.at.unit_stride, one.unit_bytes, one.element_bytes, one.at.element_stride
+        return tiles[one.at.group, one.at.tensor], (*arrays, *sizes)
+
+    for (tile, _), group in groupby(entries, shape):
+        yield tile, [*group]
+
+
 def table_of(
-    entries: CellEntries, addresses: Sequence[int], allocate: Callable[[int], Int64s]
+    tile: SumTile,
+    parts: Sequence[CellEntries],
+    addresses: Sequence[int],
+    allocate: Callable[[int], Int64s],
 ) -> SumTable:
-    """Return the table of these entries. ``allocate`` returns an array of at least a size."""
+    """Return the table of joined entries. ``allocate`` returns an array of at least a size."""
+    entries = parts[0]
     cells, edges, units = entries.cells, entries.edges, len(entries.units)
     counts = np.diff(edges)
     rows, columns = np.nonzero((cells != NOT_CHOSEN) & (counts > 0))
-    at, num_tokens, num_items = entries.at, len(entries.offsets), len(rows)
-    tile = tile_of(at, entries.unit_bytes, entries.element_bytes, addresses)
+    at, num_tokens, num_items = entries.at, len(entries.offsets), len(rows) * len(parts)
     most = int(counts.max()) * units
     num_tiles = -(-most // tile.num_rows)
     num_chunks = -(-entries.unit_bytes // CHUNK_BYTES)
@@ -99,13 +134,14 @@ def table_of(
         *(at.unit_stride, entries.unit_bytes, entries.element_bytes, entries.element_stride),
         *ends[1:3],
     )
-    items = numbers[HEADER : ends[1]].reshape(num_items, ITEM)
-    begins = [addresses[base.region] + base.offset for base in entries.bases]
-    items[:, 0] = np.array(begins, dtype=np.int64)[rows]
-    items[:, 1] = entries.labels.view(np.int64)[rows]
-    items[:, 2] = cells[rows, columns]
-    items[:, 3] = edges[columns]
-    items[:, 4] = counts[columns]
+    items = numbers[HEADER : ends[1]].reshape(len(parts), len(rows), ITEM)
+    for part, mine in zip(parts, items, strict=True):
+        begins = [addresses[base.region] + base.offset for base in part.bases]
+        mine[:, 0] = np.array(begins, dtype=np.int64)[rows]
+        mine[:, 1] = part.labels.view(np.int64)[rows]
+    items[:, :, 2] = cells[rows, columns]
+    items[:, :, 3] = edges[columns]
+    items[:, :, 4] = counts[columns]
     numbers[ends[1] : ends[2]] = entries.offsets
     numbers[ends[2] :] = entries.positions
     return SumTable(tile, numbers, num_items, num_tiles * num_chunks, most * entries.unit_bytes)
