@@ -27,6 +27,11 @@ def cell_value(
     """Return the value of one entry. ``place`` is group, tensor and layer."""
     group, tensor, layer = place
     label = mix(seed ^ (group << 48 | tensor << 32 | layer))
+    return labelled_value(seed, label, token, unit, content)
+
+
+def labelled_value(seed: int, label: int, token: int, unit: int, content: bytes) -> int:
+    """Return the value of one entry with this label."""
     total = 0
     for chunk, first in enumerate(range(0, len(content), CHUNK_BYTES)):
         data = content[first : first + CHUNK_BYTES]

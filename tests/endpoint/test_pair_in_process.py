@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 from endpoint.fleets import HEADS, QUICK, eventually, layout, view_of
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from kvferry.discovery.records import InstanceView
-from kvferry.endpoint.config import EndpointConfig
+from kvferry.endpoint.config import EndpointConfig, ProofMode
 from kvferry.endpoint.source import SourceEndpoint
 from kvferry.endpoint.target import TargetEndpoint
 from kvferry.errors import Misuse
@@ -275,3 +276,23 @@ def test_the_event_of_a_waiting_push_is_polled_without_other_activity() -> None:
         after = Computing(300)
         pair.source.open("r").push((0, 4), [0], after)
         assert after.happened.wait(WAIT_S)
+
+
+def test_a_proof_reads_pages_after_the_events_of_their_pushes() -> None:
+    proven = AT_ONCE._replace(config=replace(AT_ONCE.config, proof=ProofMode.FULL))
+    with pair_by(proven) as pair:
+
+        class Filling(Computing):
+            """An event of a kernel that fills the pages."""
+
+            def query(self) -> bool:
+                happens = super().query()
+                for number, pool in enumerate(pair.pools[0] if happens else ()):
+                    pool[:] = np.random.default_rng(number).integers(1, 255, pool.shape)
+                return happens
+
+        into = pair.target.receive("r", prefill=pair.view, tokens=4, pages=[1])
+        out = pair.source.open("r")
+        out.push((0, 4), [0], Filling(300))
+        out.close()
+        assert isinstance(into.wait(WAIT_S), Done)

@@ -50,10 +50,12 @@ def started(
     transport: str,
     fault: ContentFault | None,
     config: EndpointConfig = DIRECT,
+    devices: tuple[str, str] = ("cpu", "cpu"),
 ) -> Fleet:
-    source, target = case
-    prefill = FleetSide("prefill", source, 40, config, fault=fault)
-    return Fleet(prefill, FleetSide("decode", target, 40, config), transport=transport)
+    (source, target), (ours, theirs) = case, devices
+    prefill = FleetSide("prefill", source, 40, config, fault=fault, device=ours)
+    decode = FleetSide("decode", target, 40, config, device=theirs)
+    return Fleet(prefill, decode, transport=transport)
 
 
 def refused(fleet: Fleet) -> list[Failure]:
@@ -81,11 +83,24 @@ FAULTS = [
     for transport in TRANSPORTS
     if transport == "shm" or (i + j) % 2 == (transport == "nixl")
 ]
+CPUS, GPUS, MIXED = ("cpu", "cpu"), ("cuda", "cuda"), ("cuda", "cpu")
+# The same with pools on a GPU: every fault over cuda, and half of them over NIXL.
+GPU_FAULTS = [
+    pytest.param(fault, case, transport, GPUS, marks=pytest.mark.gpu)
+    for i, fault in enumerate(ContentFault)
+    for j, case in enumerate(CASES)
+    for transport in ("cuda", "nixl")
+    if transport == "cuda" or (i + j) % 2
+]
 
 
-@pytest.mark.parametrize(("fault", "case", "transport"), FAULTS)
-def test_a_fault_is_refused(fault: ContentFault, case: str, transport: str) -> None:
-    with started(CASES[case], transport, fault) as fleet:
+@pytest.mark.parametrize(
+    ("fault", "case", "transport", "devices"), [*((*each, CPUS) for each in FAULTS), *GPU_FAULTS]
+)
+def test_a_fault_is_refused(
+    fault: ContentFault, case: str, transport: str, devices: tuple[str, str]
+) -> None:
+    with started(CASES[case], transport, fault, devices=devices) as fleet:
         failures = refused(fleet)
         assert sum(fleet.all(fleet.sources, "num_faults")) > 0
     assert failures
@@ -93,20 +108,38 @@ def test_a_fault_is_refused(fault: ContentFault, case: str, transport: str) -> N
     assert all("what has arrived is not what prefill/" in one.message for one in failures)
 
 
-@pytest.mark.parametrize("transport", ["nixl", "mooncake"])
+@pytest.mark.parametrize(
+    ("transport", "devices"),
+    [
+        ("nixl", CPUS),
+        ("mooncake", CPUS),
+        *(pytest.param("nixl", where, marks=pytest.mark.gpu) for where in (GPUS, MIXED)),
+    ],
+)
 @pytest.mark.parametrize("fault", [one for one in ContentFault if not one.needs_pieces])
-def test_a_fault_in_a_staged_write_is_refused(fault: ContentFault, transport: str) -> None:
-    with started(CASES["tp4-tp1"], transport, fault, STAGED) as fleet:
+def test_a_fault_in_a_staged_write_is_refused(
+    fault: ContentFault, transport: str, devices: tuple[str, str]
+) -> None:
+    with started(CASES["tp4-tp1"], transport, fault, STAGED, devices) as fleet:
         assert {failure.code for failure in refused(fleet)} == {FailureCode.CONTENT_CORRUPT}
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("transport", "devices"),
+    [
+        *((transport, CPUS) for transport in TRANSPORTS),
+        *(
+            pytest.param(transport, devices, marks=pytest.mark.gpu)
+            for transport, devices in (("cuda", GPUS), ("nixl", GPUS), ("nixl", MIXED))
+        ),
+    ],
+)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("config", [DIRECT, STAGED], ids=["direct", "staged"])
 def test_right_content_is_done(
-    config: EndpointConfig, case: tuple[Layout, Layout], transport: str
+    config: EndpointConfig, case: tuple[Layout, Layout], transport: str, devices: tuple[str, str]
 ) -> None:
-    with started(case, transport, None, config) as fleet:
+    with started(case, transport, None, config, devices) as fleet:
         for number, prefix in enumerate((0, 21, NUM_TOKENS)):
             fleet.carry(f"r{number}", Request(NUM_TOKENS, prefix), seed=number)
         assert fleet.leftovers() == {}

@@ -30,10 +30,10 @@ class Copier(ABC):
     heartbeat: ThreadHeartbeat
 
     @abstractmethod
-    def submit(self, job: CopyJob) -> None:
+    def submit(self, job: CopyJob | ProofJob) -> None:
         """Queue a job behind those submitted before. Never waits."""
 
-    def finished(self) -> Iterable[CopyJob]:
+    def finished(self) -> Iterable[CopyJob | ProofJob]:
         """Return finished jobs. Empty for a copier that delivers results to the inbox."""
         return ()
 
@@ -100,10 +100,12 @@ class CopyThread(Copier):
             more = job.step()
         except KvferryError as error:
             job.fail(str(error))
-            more = False
+            self._on_result(job)
+            return
         if more:
             self._jobs.put(job)
         else:
+            job.finish()
             self._on_result(job)
 
     def _copy(self, job: CopyJob) -> None:

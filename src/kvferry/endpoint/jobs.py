@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.ids import Op, Session
-from kvferry.memory.checksum.cpu import CellSums
+from kvferry.memory.checksum.devices import SumsInSteps
 from kvferry.plan.bind import Binding
 from kvferry.plan.choose import TransferMode
 from kvferry.plan.places import Base
@@ -139,19 +139,21 @@ class ProofJob:
     """Sums of a room's pages, computed in steps so that copies can run in between."""
 
     action: Prove
-    start: Callable[[], CellSums]
+    start: Callable[[], SumsInSteps]
     result: bytes | None = None
     problem: str = ""
-    sums: CellSums | None = None
+    sums: SumsInSteps | None = None
 
     def step(self) -> bool:
-        """Compute some sums. Return False if all are computed."""
+        """Add some content. Return False if there is no more; ``finish`` follows."""
         if self.sums is None:
             self.sums = self.start()
-        more = self.sums.step()
-        if not more:
-            self.result = self.sums.result
-        return more
+        return self.sums.step()
+
+    def finish(self) -> None:
+        """Store the sums."""
+        assert self.sums is not None
+        self.result = self.sums.result
 
     def fail(self, detail: str) -> None:
         """Store why the sums can't be computed."""

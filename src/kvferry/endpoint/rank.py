@@ -34,6 +34,7 @@ from kvferry.endpoint.transport_thread import TransportThread
 from kvferry.ids import Peer, Room
 from kvferry.layout.layout import Layout
 from kvferry.layout.spec import StateRow
+from kvferry.memory.checksum.devices import sums_in
 from kvferry.memory.copy.devices import copier_on
 from kvferry.memory.page_tables import PageTableValidator
 from kvferry.memory.pools import Memory, PoolArrays
@@ -149,6 +150,7 @@ class RankEndpoint(ABC, Generic[H]):
             if device.is_host
             else GpuCopies(copier_on(device))
         )
+        self._sum_cells = sums_in(setup.memory, setup.identity.layout.spec)
         self._prober = Prober(put, f"kvferry-prober-{me}")
         self._side = self._make_side(key)
         self._loop = EndpointLoop(

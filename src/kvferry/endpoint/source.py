@@ -115,7 +115,11 @@ class SourceEndpoint(RankEndpoint[Outgoing]):
             answer=answer,
             send_note=send_note,
             proofs=ContentProofs(
-                setup=setup, copier=self._copier, answer=answer, tables_of=tables_of
+                setup=setup,
+                copier=self._copier,
+                sum_cells=self._sum_cells,
+                answer=answer,
+                tables_of=tables_of,
             ),
         )
         self._lookups = PrefixLookups(setup.me, self._inbox.put)

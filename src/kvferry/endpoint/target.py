@@ -14,17 +14,16 @@ from msgspec.structs import replace
 from kvferry.config import ProtocolConfig
 from kvferry.discovery.records import InstanceView, demand_name
 from kvferry.endpoint.arguments import token_count
-from kvferry.endpoint.config import PROVEN, EndpointConfig, ProofMode
+from kvferry.endpoint.config import PROVEN, EndpointConfig
 from kvferry.endpoint.control.unix import UnixListener
 from kvferry.endpoint.incoming import Incoming
 from kvferry.endpoint.loop.channels import TargetChannel
 from kvferry.endpoint.loop.directory import Directory
-from kvferry.endpoint.loop.proofs import ON_A_GPU, ContentProofs
+from kvferry.endpoint.loop.proofs import ContentProofs
 from kvferry.endpoint.loop.scatters import StagedScatters
 from kvferry.endpoint.loop.sides import TargetSide
 from kvferry.endpoint.rank import RankEndpoint
 from kvferry.endpoint.runner.runner import TargetPorts, TargetRunner
-from kvferry.endpoint.setup import EndpointSetup
 from kvferry.errors import InputError
 from kvferry.ids import Room
 from kvferry.memory.page_tables import Pages, Rows
@@ -81,10 +80,14 @@ class TargetEndpoint(RankEndpoint[Incoming]):
             answer=answer,
             connect_unix=channel.connect_unix,
             proofs=ContentProofs(
-                setup=setup, copier=self._copier, answer=answer, tables_of=tables_of
+                setup=setup,
+                copier=self._copier,
+                sum_cells=self._sum_cells,
+                answer=answer,
+                tables_of=tables_of,
             ),
         )
-        protocol = _protocol_config(config, setup)
+        protocol = _protocol_config(config)
         machine = TargetMachine(setup.identity, protocol, setup.memory.map, setup.staging)
         runner = TargetRunner(machine, TargetPorts(channel, scatters, self._prober, rooms))
         return TargetSide(
@@ -211,11 +214,7 @@ class TargetEndpoint(RankEndpoint[Incoming]):
             raise InputError(f"prefill must be an instance's name or view, not {prefill!r:.200}")
 
 
-def _protocol_config(config: EndpointConfig, setup: EndpointSetup) -> ProtocolConfig:
+def _protocol_config(config: EndpointConfig) -> ProtocolConfig:
     """Return the machine's configuration with the parts of rooms and cells to prove."""
-    mode = config.proof
-    if mode is not ProofMode.OFF and not setup.memory.device.is_host:
-        log.info("proof-off endpoint=%s mode=%s reason=%r", setup.me, mode, ON_A_GPU)
-        mode = ProofMode.OFF
-    rooms, share = PROVEN[mode]
+    rooms, share = PROVEN[config.proof]
     return replace(config.protocol, proof_rooms=rooms, proof_share=share)

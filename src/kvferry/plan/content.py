@@ -12,6 +12,7 @@ that a mistake there is found too.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -26,7 +27,7 @@ from kvferry.layout.layout import Layout, Shard, find_shard
 from kvferry.layout.pages import local_tokens
 from kvferry.layout.tokens import Tokens
 from kvferry.plan.bind import RankPair
-from kvferry.plan.places import Base, Int64s, PageTable, PoolMap
+from kvferry.plan.places import Base, Int64s, PageTable, Placement, PoolMap
 from kvferry.plan.plan import Block, Move, Plan, Request
 from kvferry.plan.token_index import num_below, positions_of
 
@@ -39,6 +40,9 @@ MAX_CELLS = 4096
 MIN_SPAN_TOKENS = 256
 # An entry is cut into chunks of this many bytes, with a pair of keys for every word.
 CHUNK_BYTES = 4096
+# Tokens that are located at once, some tenths of a millisecond.
+STEP_TOKENS = 8192
+NOT_CHOSEN = -1
 GOLDEN = 0x9E3779B97F4A7C15
 WORD = (1 << 64) - 1
 
@@ -104,10 +108,14 @@ class BlockCells(NamedTuple):
     chosen: NDArray[np.bool_]
 
 
+@lru_cache(maxsize=64)
 def cells_between(
     plan: Plan, pair: RankPair, request: Request, proof: ProofRequest
 ) -> tuple[BlockCells, ...]:
-    """Return the cells of what ``pair.source`` sends ``pair.target`` for a request."""
+    """Return the cells of what ``pair.source`` sends ``pair.target`` for a request.
+
+    Cached, because machine and endpoint ask for the same cells.
+    """
     blocks = plan.blocks(*pair, request)
     layers = [plan.spec.group(block.group).layers_in(block.layers) for block in blocks]
     size = MIN_SPAN_TOKENS
@@ -143,6 +151,7 @@ def _block_cells(
     # As the labels of a tensor that no group can have.
     rows = labels(proof.seed, _group_index(plan, block.group), (1 << 16) - 1, layers)
     chosen = mix(rows[:, None] + numbers) >> np.uint64(48) < np.uint64(proof.share)
+    chosen.flags.writeable = False
     return BlockCells(block, layers, spans, chosen)
 
 
@@ -182,28 +191,51 @@ def _listed(numbers: list[int]) -> str:
 
 
 class CellEntries(NamedTuple):
-    """The entries of one tensor in a column of cells: the same tokens and units of some layers.
+    """The entries of one tensor in some columns of cells: the same tokens and units of some layers.
 
-    ``cells`` is the index of each layer's cell among the chosen ones. Token ``i`` is at position
-    ``positions[i]`` of the request, and its first unit is ``offsets[i]`` bytes behind a base. The
-    elements of a unit are ``element_stride`` bytes apart.
+    Token ``i`` is at position ``positions[i]`` of the request, and its first unit is ``offsets[i]``
+    bytes behind a base. The tokens of column ``j`` are those from ``edges[j]`` to ``edges[j + 1]``.
+    ``cells[i, j]`` is the index of the cell of layer ``i`` and column ``j`` among the chosen ones,
+    or ``NOT_CHOSEN``. ``at`` is where the tensor lies.
     """
 
     cells: Int64s
+    edges: Int64s
     bases: tuple[Base, ...]
     labels: Words
     offsets: Int64s
     positions: Int64s
     units: Span
-    unit_stride: int
+    at: Placement
     unit_bytes: int
     element_bytes: int
-    element_stride: int
+
+    @property
+    def element_stride(self) -> int:
+        """Bytes from an element of a unit to the next."""
+        return self.at.element_stride or self.element_bytes
 
     @property
     def layer_bytes(self) -> int:
         """Bytes of one layer."""
         return len(self.offsets) * len(self.units) * self.unit_bytes
+
+    def columns(self) -> Iterator[CellEntries]:
+        """Yield each column that has tokens, with the layers whose cell in it is chosen."""
+        for index in np.flatnonzero(np.diff(self.edges)).tolist():
+            yield self._column(index)
+
+    def _column(self, index: int) -> CellEntries:
+        rows = np.flatnonzero(self.cells[:, index] != NOT_CHOSEN)
+        first, end = self.edges[index : index + 2].tolist()
+        return self._replace(
+            cells=self.cells[rows, index : index + 1],
+            edges=np.array([0, end - first]),
+            bases=tuple(self.bases[row] for row in rows.tolist()),
+            labels=self.labels[rows],
+            offsets=self.offsets[first:end],
+            positions=self.positions[first:end],
+        )
 
 
 class ContentView(NamedTuple):
@@ -225,50 +257,78 @@ def cell_entries(
     first_cell = 0
     for one in cells_between(plan, pair, request, proof):
         numbers = np.cumsum(one.chosen.ravel()).reshape(one.chosen.shape) - 1 + first_cell
+        numbers[~one.chosen] = NOT_CHOSEN
         first_cell += int(one.chosen.sum())
-        for column in np.flatnonzero(one.chosen.any(axis=0)).tolist():
-            rows = np.flatnonzero(one.chosen[:, column])
-            layers = tuple(one.layers[row] for row in rows.tolist())
+        for some in _columns(one, numbers):
             for move in plan.between(*pair):
                 if move.group == one.block.group and one.layers[0] in move.layers:
-                    tokens = plan.tokens_of(move, request).clip(one.spans[column])
+                    tokens = plan.tokens_of(move, request).clip(some.tokens)
                     if tokens.num_tokens:
-                        cells = numbers[rows, column]
-                        yield from _move_entries(plan, move, tokens, layers, cells, proof, view)
+                        yield from _move_entries(plan, move, tokens, some, proof, view)
+
+
+class _CellColumns(NamedTuple):
+    """Some columns of a block's cells, with the layers in which any of these is chosen."""
+
+    layers: tuple[int, ...]
+    spans: tuple[Span, ...]
+    numbers: Int64s
+
+    @property
+    def tokens(self) -> Span:
+        """All tokens of the columns."""
+        return Span(self.spans[0].first, self.spans[-1].end)
+
+
+def _columns(cells: BlockCells, numbers: Int64s) -> Iterator[_CellColumns]:
+    """Cut a block's cells into columns of about ``STEP_TOKENS`` together."""
+    width = max(1, STEP_TOKENS // max(map(len, cells.spans)))
+    for first in range(0, len(cells.spans), width):
+        some = slice(first, first + width)
+        rows = np.flatnonzero(cells.chosen[:, some].any(axis=1))
+        if len(rows):
+            layers = tuple(cells.layers[row] for row in rows.tolist())
+            yield _CellColumns(layers, cells.spans[some], numbers[rows, some])
 
 
 def _move_entries(
     plan: Plan,
     move: Move,
     tokens: Tokens,
-    layers: tuple[int, ...],
-    cells: Int64s,
+    columns: _CellColumns,
     proof: ProofRequest,
     view: ContentView,
 ) -> Iterator[CellEntries]:
     group = plan.spec.group(move.group)
-    shard = find_shard(view.shards, group.name, layers[0])
+    shard = find_shard(view.shards, group.name, columns.layers[0])
     local = local_tokens(view.layout, group, shard, tokens)
     positions = positions_of(tokens)
     below = num_below(local.held, positions)
     page, place = np.divmod(local.first + below - below[0], local.page_tokens)
     pages = _pages(view.tables, group.name, page)
+    firsts = [*(span.first for span in columns.spans), columns.tokens.end]
+    edges = np.searchsorted(positions, firsts)
     unit = move.units.first - shard.units.first
+    # Tensors with equal strides share their offsets.
+    offsets: dict[tuple[int, ...], Int64s] = {}
     for index, tensor in enumerate(group.tensors):
         at = view.pools.of(group.name, tensor.name)
         if pages.min() < 0 or pages.max() >= at.num_pages:
             raise InputError(f"group {group.name!r} names a page outside of its pool")
+        strides = at.page_stride, at.token_stride, at.unit_stride
+        if strides not in offsets:
+            offsets[strides] = pages * strides[0] + place * strides[1] + unit * strides[2]
         yield CellEntries(
-            cells,
-            at.bases_of(layers),
-            labels(proof.seed, _group_index(plan, group.name), index, layers),
-            pages * at.page_stride + place * at.token_stride + unit * at.unit_stride,
+            columns.numbers,
+            edges,
+            at.bases_of(columns.layers),
+            labels(proof.seed, _group_index(plan, group.name), index, columns.layers),
+            offsets[strides],
             positions,
             move.units,
-            at.unit_stride,
+            at,
             tensor.unit_bytes,
             tensor.dtype.num_bytes,
-            at.element_stride or tensor.dtype.num_bytes,
         )
 
 

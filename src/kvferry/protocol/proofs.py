@@ -90,7 +90,7 @@ class TargetProofs:
         if not num_chosen(cells_between(room.plan, pair, request, room.proof)):
             inbound.is_proven = True
         elif inbound.sums is None:
-            # The source can't compute sums, such as those of memory on a GPU.
+            # The source could not compute sums.
             self._outbox.counts["unproven"] += 1
             inbound.is_proven = True
         else:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from connectors.sglang.schedulers import (
@@ -23,7 +24,15 @@ from connectors.sglang.schedulers import (
 from discovery.etcd_cluster import EtcdCluster
 from numpy.typing import NDArray
 
-from kvferry import DiscoveryServer, KvferryError, Status, TransferMode, make_transport
+from kvferry import (
+    DiscoveryServer,
+    KvferryError,
+    ProofMode,
+    Status,
+    TransferMode,
+    attention,
+    make_transport,
+)
 from kvferry.connectors.sglang.geometry import head_span
 from kvferry.connectors.sglang.instances import Replica
 from kvferry.connectors.sglang.managers import DecodeManager, PrefillManager, RoomFailed
@@ -31,6 +40,8 @@ from kvferry.connectors.sglang.pools import KvHeads, RankPosition, SglangCache
 from kvferry.connectors.sglang.receiver import RoomReceiver
 from kvferry.connectors.sglang.sender import RoomSender
 from kvferry.connectors.sglang.settings import RankSettings
+from kvferry.testing.faulty_transport import ContentFault, FaultyTransport
+from kvferry.transports.base import Transport
 
 LAYERS, DIM, TOKENS = 2, 4, 64
 
@@ -39,7 +50,7 @@ class Rank:
     """One SGLang scheduler: pools of K and V by layer, and metadata rows."""
 
     def __init__(self, *, tp: int, tp_rank: int, heads: int, page: int) -> None:
-        self.transport = make_transport("shm")
+        self.transport: Transport = make_transport("shm")
         self.heads = KvHeads(total=heads, k_dim=DIM, v_dim=DIM)
         self.span = head_span(self.heads, tp, tp_rank)
         self.position = RankPosition(tp=tp, tp_rank=tp_rank)
@@ -47,6 +58,11 @@ class Rank:
         shape = (TOKENS, len(self.span), DIM)
         self.pools = [new_pool(self.transport, *shape) for _ in range(2 * LAYERS)]
         self.rows = SchedulerRows()
+
+    def damage(self, fault: ContentFault) -> None:
+        """Make a fault in a write of this rank."""
+        spec = attention(layers=LAYERS, kv_heads=self.heads.total, head_dim=DIM)
+        self.transport = FaultyTransport(self.transport, fault, spec)
 
     def settings(self, replica: Replica, discovery: str | None, deadline_s: float) -> RankSettings:
         layers = tuple(range(LAYERS))
@@ -97,8 +113,11 @@ def said(seed: int, buffer: int, token: int, head: int) -> NDArray[np.float32]:
 class Pair:
     """A prefill server and decode servers, in one process."""
 
-    def __init__(self, stack: ExitStack, *, heads: int, deadline_s: float) -> None:
+    def __init__(
+        self, stack: ExitStack, *, heads: int, deadline_s: float, fault: ContentFault | None = None
+    ) -> None:
         self._stack, self._heads, self._deadline_s = stack, heads, deadline_s
+        self._fault = fault
         server = stack.enter_context(DiscoveryServer())
         self.url = server.url
         self.address = server.url.removeprefix("http://")
@@ -122,15 +141,23 @@ class Pair:
         self, kind: Any, replica: Replica, tp: int, rank: int, page: int, url: str | None
     ) -> tuple[Rank, Any]:
         one = Rank(tp=tp, tp_rank=rank, heads=self._heads, page=page)
-        manager = kind(SimpleNamespace(), one.settings(replica, url, self._deadline_s))
+        if self._fault is not None and kind is PrefillManager:
+            one.damage(self._fault)
+        settings = one.settings(replica, url, self._deadline_s)
+        if self._fault is not None:
+            config = msgspec.structs.replace(settings.config, proof=ProofMode.FULL)
+            settings = replace(settings, config=config)
+        manager = kind(SimpleNamespace(), settings)
         self._stack.callback(manager.close)
         return one, manager
 
 
 @contextmanager
-def pair(*, heads: int = 4, deadline_s: float = ENOUGH_S) -> Iterator[Pair]:
+def pair(
+    *, heads: int = 4, deadline_s: float = ENOUGH_S, fault: ContentFault | None = None
+) -> Iterator[Pair]:
     with ExitStack() as stack:
-        yield Pair(stack, heads=heads, deadline_s=deadline_s)
+        yield Pair(stack, heads=heads, deadline_s=deadline_s, fault=fault)
 
 
 def receivers(
@@ -301,6 +328,25 @@ def test_another_prompt_in_the_same_room_fails() -> None:
         until(lambda: into.poll() == Status.FAILED)
         with pytest.raises(RoomFailed, match="content-differs"):
             into.failure_exception()
+
+
+@pytest.mark.parametrize("fault", sorted({*ContentFault} - {ContentFault.DROP_STATE}))
+def test_damaged_content_is_never_decoded_from(fault: ContentFault) -> None:
+    """The receiver fails, and the row from which SGLang takes the first token stays empty."""
+    with pair(fault=fault) as both:
+        prefill, decode = both.prefill(2, 4), both.decode(1, 8)
+        (into,) = receivers(both, decode, 5, request(20))
+        into.send_metadata([3, 1, 2], 2, [])
+        out = senders(prefill, 5, request(20), num_pages=5)
+        for (rank, _), sender in zip(prefill, out, strict=True):
+            rank.compute([1, 2, 3, 4, 5], 20, seed=1)
+            rank.rows.tokens[1, 0], rank.rows.rooms[1, 0] = 77, 5
+            sender.send([1, 2, 3, 4, 5], [], num_kv_tokens=20)
+        until(lambda: into.poll() in (Status.DONE, Status.FAILED))
+        with pytest.raises(RoomFailed, match="content-corrupt"):
+            into.failure_exception()
+        target = decode[0][0]
+        assert (target.rows.tokens[2, 0], target.rows.rooms[2, 0]) == (0, 0)
 
 
 def test_abort_at_prefill_returns_after_the_end() -> None:

@@ -18,6 +18,7 @@ from kvferry import (
     LayerPushTuner,
     Layers,
     Outgoing,
+    ProofMode,
     SourceEndpoint,
     TargetEndpoint,
     make_transport,
@@ -34,6 +35,8 @@ from kvferry.connectors.vllm.metadata import (
 from kvferry.connectors.vllm.sources import PrefillRankRooms
 from kvferry.connectors.vllm.stats import RoomCounts, shown_counts
 from kvferry.connectors.vllm.targets import Arrivals, DecodeRankRooms
+from kvferry.testing.faulty_transport import ContentFault, FaultyTransport
+from kvferry.transports.base import Transport
 
 HEADS, TOKENS, CONTENT, BLOCKS, LAYERS = 4, 16, 8, 12, 2
 WAIT_S = 20.0
@@ -51,19 +54,22 @@ class Rank(NamedTuple):
 class Engines:
     """TP2 prefill and TP1 decode, on a CPU."""
 
-    def __init__(self, undo: ExitStack, layers: Layers = "all") -> None:
-        self._undo = undo
-        self._layers = layers
+    def __init__(self, undo: ExitStack, layers: Layers = "all", fault: str = "") -> None:
+        self._undo, self._layers, self._fault = undo, layers, fault
         server = DiscoveryServer().start()
         undo.callback(server.stop)
-        config = EndpointConfig(deadline_s=WAIT_S)
+        proof = ProofMode.FULL if fault else ProofMode.SAMPLED
+        config = EndpointConfig(deadline_s=WAIT_S, proof=proof)
         self._shared: Any = {"model": "m", "discovery": server.url, "config": config}
         self.prefill = [self._source(rank) for rank in range(2)]
 
     def _source(self, rank: int) -> Rank:
-        transport = make_transport("shm")
+        transport: Transport = make_transport("shm")
         cache = np.zeros((LAYERS, BLOCKS, HEADS // 2, TOKENS, CONTENT), np.uint16)
         plan = planned(cache, tp=2, rank=rank)
+        if self._fault:
+            fault = ContentFault(self._fault)
+            transport = FaultyTransport(transport, fault, plan.layout.spec)
         endpoint = SourceEndpoint(
             *(plan.layout, pools(plan, cache)),
             name="prefill-0",
@@ -296,6 +302,22 @@ def test_cache_of_another_prompt_is_not_used(engines: Engines) -> None:
     found = arrivals(decode)
     assert (found.received, found.failed, found.bad_blocks) == ({"d-1"}, {"d-1"}, set())
     assert found.reasons["d-1"].startswith("content-differs")
+
+
+@pytest.mark.parametrize("fails_early", [False, True])
+@pytest.mark.parametrize("fault", ["flip-byte", "swap-layers", "stale-page", "short-write"])
+def test_damaged_content_is_never_decoded_from(fault: str, fails_early: bool) -> None:
+    with ExitStack() as undo:
+        engines = Engines(undo, fault=fault)
+        decode = engines.decode(fails_early=fails_early)
+        (into,) = take(decode, receive())
+        send_room(engines)
+        into.wait_released(WAIT_S)
+        assert not filled(decode.cache, 0)
+        found = arrivals(decode)
+        assert (found.received, found.failed) == ({"d-1"}, {"d-1"})
+        assert found.reasons["d-1"].startswith("content-corrupt")
+        assert found.bad_blocks == ({2, 5, 4} if fails_early else set())
 
 
 def test_bad_blocks_are_reported_before_they_are_free(engines: Engines) -> None:

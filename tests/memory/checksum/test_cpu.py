@@ -9,44 +9,28 @@ import numpy as np
 import pytest
 from checksums import cell_value
 from hypothesis import given, settings
-from hypothesis import strategies as st
-from moving import MOVERS, Bytes, Cache, Rank, filled, make_ranks, move_all, random_cache
+from moving import MOVERS, Bytes, Cache, filled, make_ranks, move_all, random_cache
 from oracle import owed_tokens, owned
+from summing import FULL, sums_of
+from transfers import transfers
 
 from kvferry.errors import InputError
 from kvferry.layout import DType, Layout, Order, Parallel, attention
 from kvferry.layout.spec import CacheSpec, Group, Paged, StateRow, Tensor
-from kvferry.memory.checksum.cpu import CellSums, warm_up
+from kvferry.memory.checksum.cpu import warm_up
 from kvferry.plan import PageTable, Plan, RankPair, Request, reshard
 from kvferry.plan.content import (
     ALL_CELLS,
-    ContentView,
     ProofRequest,
-    cell_entries,
     cells_between,
     describe_cells,
     num_chosen,
 )
-from kvferry.testing.strategies import MAX_TOKENS, pairs
-
-FULL = ProofRequest(seed=0x1234_5678_9ABC_DEF0 >> 1, share=ALL_CELLS)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     warm_up()
-
-
-def sums_of(
-    plan: Plan, pair: RankPair, request: Request, rank: Rank, proof: ProofRequest = FULL
-) -> bytes:
-    view = ContentView(
-        rank.layout, rank.layout.rank_shards(rank.rank), rank.side.pools, rank.side.tables
-    )
-    entries = cell_entries(plan, pair, request, proof, view)
-    addresses = [region.ctypes.data for region in rank.regions]
-    cells = num_chosen(cells_between(plan, pair, request, proof))
-    return CellSums(proof.seed, cells, entries, addresses).finish()
 
 
 def by_cell(plan: Plan, pair: RankPair, request: Request, sums: bytes) -> Counter[tuple[str, int]]:
@@ -86,15 +70,6 @@ def true_sums(
 
 def modulo(sums: Counter[tuple[str, int]]) -> dict[tuple[str, int], int]:
     return {key: value % 2**64 for key, value in sums.items()}
-
-
-@st.composite
-def transfers(draw: st.DrawFn) -> tuple[Plan, Request, int, str]:
-    source, target = draw(pairs())
-    num_tokens = draw(st.integers(1, MAX_TOKENS))
-    request = Request(num_tokens, draw(st.integers(0, num_tokens)))
-    seed, mover = draw(st.integers(0, 2**32)), draw(st.sampled_from(sorted(MOVERS)))
-    return reshard(source, target), request, seed, mover
 
 
 @given(transfers())

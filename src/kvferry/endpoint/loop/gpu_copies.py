@@ -11,11 +11,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from math import inf
 from typing import TYPE_CHECKING
 
 from kvferry.endpoint.copy_thread import Copier
-from kvferry.endpoint.jobs import CopyJob, ScatterJob, WriteJob
+from kvferry.endpoint.jobs import CopyJob, ProofJob, ScatterJob, WriteJob
+from kvferry.endpoint.loop.gpu_proofs import GpuProofs, event_result
 from kvferry.endpoint.outgoing import Waitable
 from kvferry.endpoint.poll_backoff import backoff_s
 from kvferry.endpoint.watchdog import ThreadHeartbeat
@@ -44,10 +44,14 @@ class GpuCopies(Copier):
         self._failed: list[CopyJob] = []
         # Preparations to make while nothing runs.
         self._idle_work: deque[Callable[[], None]] = deque(maxlen=MAX_BATCH)
+        self._proofs = GpuProofs()
 
-    def submit(self, job: CopyJob) -> None:
-        """Launch this job at the end of the turn."""
-        self._waiting.append(job)
+    def submit(self, job: CopyJob | ProofJob) -> None:
+        """Launch this job at the end of the turn; of a proof, its first step."""
+        if isinstance(job, ProofJob):
+            self._proofs.submit(job)
+        else:
+            self._waiting.append(job)
 
     def prebind(self, binding: Binding, sources: tuple[int, ...], targets: tuple[int, ...]) -> None:
         """Prepare a copy that is likely to be submitted soon. Raises what the copy would raise."""
@@ -58,14 +62,14 @@ class GpuCopies(Copier):
         if self._failed:
             return 0.0
         if not self._running:
-            return inf
+            return self._proofs.wakeup()
         # The launch may wait for an engine's computation, so back off.
         launched_at, _, _ = self._running[0]
-        return backoff_s(time.monotonic() - launched_at)
+        return min(backoff_s(time.monotonic() - launched_at), self._proofs.wakeup())
 
-    def finished(self) -> Iterator[CopyJob]:
+    def finished(self) -> Iterator[CopyJob | ProofJob]:
         """Return finished jobs. Launches finish in their order."""
-        while self._running and (problem := _result(self._running[0][1])) is not None:
+        while self._running and (problem := event_result(self._running[0][1])) is not None:
             *_, bound = self._running.popleft()
             for job, binding in bound:
                 if problem:
@@ -75,6 +79,7 @@ class GpuCopies(Copier):
                 yield job
         failed, self._failed = self._failed, []
         yield from failed
+        yield from self._proofs.finished()
 
     def launch(self, *, urgent: bool = False) -> None:
         """Start the jobs submitted in this turn; if ``urgent``, postpone early gathers.
@@ -88,6 +93,7 @@ class GpuCopies(Copier):
                 self._start(jobs[first : first + MAX_BATCH])
             scatters = [job for job in jobs if isinstance(job, ScatterJob)]
             self._idle_work.extend(job.when_idle for job in scatters if job.when_idle is not None)
+        self._proofs.launch()
         while self._idle_work and not self._running:
             self._idle_work.popleft()()
 
@@ -118,15 +124,8 @@ class GpuCopies(Copier):
         """Wait until nothing runs. The loop has ended, so no results are needed."""
         with suppress(RuntimeError):  # The GPU has failed, so nothing runs on it.
             self._gpu.drain()
+        self._proofs.close()
 
 
 def _is_early(job: CopyJob) -> bool:
     return isinstance(job, WriteJob) and job.is_early
-
-
-def _result(event: Waitable) -> str | None:
-    """Return the problem of a finished launch, empty if there is none; None while it runs."""
-    try:
-        return "" if event.query() else None
-    except RuntimeError as error:  # Nothing runs on the device after this.
-        return f"the GPU failed: {error}"

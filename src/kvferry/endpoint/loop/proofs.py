@@ -1,20 +1,18 @@
-"""Proofs of content: has the copy thread sum what is in a room's pages."""
+"""Proofs of content: has the copier sum what is in a room's pages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from kvferry.endpoint.copy_thread import Copier, CopyThread
+from kvferry.endpoint.copy_thread import Copier
 from kvferry.endpoint.jobs import ProofJob
 from kvferry.endpoint.setup import EndpointSetup
 from kvferry.ids import Room
-from kvferry.memory.checksum.cpu import CellSums
+from kvferry.memory.checksum.devices import SumCells, SumsInSteps
 from kvferry.plan.content import ContentView, cell_entries, cells_between, num_chosen
 from kvferry.plan.places import PageTable
 from kvferry.protocol.events import Event, Prove, Proven
-
-ON_A_GPU = "no kernel sums memory on a GPU yet"
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -23,14 +21,12 @@ class ContentProofs:
 
     setup: EndpointSetup
     copier: Copier
+    sum_cells: SumCells
     answer: Callable[[Event], None]
     tables_of: Callable[[Room], Mapping[str, PageTable]]
 
     def prove(self, action: Prove) -> None:
         """Compute sums of a room's pages, and answer ``Proven``, once."""
-        if not isinstance(self.copier, CopyThread):
-            self.answer(Proven(action.op, None, ON_A_GPU))
-            return
         layout = self.setup.identity.layout
         view = ContentView(
             layout,
@@ -39,11 +35,10 @@ class ContentProofs:
             self.tables_of(action.room),
         )
 
-        def start() -> CellSums:
+        def start() -> SumsInSteps:
             about = action.plan, action.pair, action.request, action.proof
             num_cells = num_chosen(cells_between(*about))
-            entries = cell_entries(*about, view)
-            return CellSums(action.proof.seed, num_cells, entries, self.setup.addresses)
+            return self.sum_cells(action.proof.seed, num_cells, cell_entries(*about, view))
 
         self.copier.submit(ProofJob(action, start))
 

@@ -50,11 +50,11 @@ class CellSums:
             self._keys,
             (np.array(first, dtype=np.int64), entries.labels),
             (entries.offsets, entries.positions),
-            (len(units), units.first, entries.unit_stride, entries.unit_bytes),
+            (len(units), units.first, entries.at.unit_stride, entries.unit_bytes),
             (entries.element_bytes, entries.element_stride),
             sums,
         )
-        self._sums[entries.cells] += sums
+        self._sums[entries.cells[:, 0]] += sums
         return True
 
     def finish(self) -> bytes:
@@ -70,10 +70,11 @@ class CellSums:
 
 
 def _steps(entries: CellEntries) -> Iterable[CellEntries]:
-    """Cut entries by layers into parts of about ``STEP_BYTES``."""
-    num_layers = max(1, STEP_BYTES // entries.layer_bytes)
-    for first in range(0, len(entries.bases), num_layers):
-        some = slice(first, first + num_layers)
-        yield entries._replace(
-            cells=entries.cells[some], bases=entries.bases[some], labels=entries.labels[some]
-        )
+    """Cut entries by columns, and by layers into parts of about ``STEP_BYTES``."""
+    for column in entries.columns():
+        num_layers = max(1, STEP_BYTES // column.layer_bytes)
+        for first in range(0, len(column.bases), num_layers):
+            some = slice(first, first + num_layers)
+            yield column._replace(
+                cells=column.cells[some], bases=column.bases[some], labels=column.labels[some]
+            )

@@ -70,7 +70,8 @@ class PageAllocator:
 class FleetSide(NamedTuple):
     """An instance to start: its layout, and the pages and state rows of each rank.
 
-    Each rank of a prefill instance makes one ``fault``.
+    Each rank of a prefill instance makes one ``fault``. ``device`` is that of the fleet unless
+    given.
     """
 
     name: str
@@ -79,6 +80,7 @@ class FleetSide(NamedTuple):
     config: EndpointConfig = EndpointConfig()
     num_rows: int = 16
     fault: ContentFault | None = None
+    device: str | None = None
 
 
 class Cut(NamedTuple):
@@ -170,6 +172,7 @@ class Fleet:
             num_rows=side.num_rows,
             config=side.config,
             fault=side.fault,
+            device=side.device or self._template.device,
         )
         return [RankProcess(replace(spec, rank=rank)) for rank in range(side.layout.num_ranks)]
 

@@ -211,12 +211,13 @@ class SimMemory:
         side = self.side(allocation)
         view = ContentView(self._layout, self._all_shards, side.pools, side.tables)
         sums = [0] * num_chosen(cells_between(*about))
-        for each in cell_entries(*about, view):
-            rows = zip(each.cells.tolist(), each.bases, each.labels.tolist(), strict=True)
+        found = cell_entries(*about, view)
+        for each in (column for entries in found for column in entries.columns()):
+            rows = zip(each.cells[:, 0].tolist(), each.bases, each.labels.tolist(), strict=True)
             for cell, base, label in rows:
                 for at, position in zip(each.offsets, each.positions.tolist(), strict=True):
                     for index, unit in enumerate(range(each.units.first, each.units.end)):
-                        first = base.offset + int(at) + index * each.unit_stride
+                        first = base.offset + int(at) + index * each.at.unit_stride
                         content = self.regions[base.region][first : first + each.unit_bytes]
                         named = f"{label} {position} {unit} ".encode() + content.tobytes()
                         value = hashlib.blake2b(named, digest_size=8).digest()
