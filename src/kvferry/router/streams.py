@@ -39,11 +39,13 @@ class WholeEvents:
         self._rewrite = rewrite
         self._reader = EventReader(most_bytes)
         self._last = ""
+        self.num_events = 0
 
     def take(self, data: bytes) -> bytes:
         """Return the events that these bytes complete; raise ``ValueError`` if one is too long."""
         events = list(self._reader.feed(data))
         for event in events:
+            self.num_events += event.data is not None
             self._last = self._last if event.data is None else event.data
         return b"".join(self._rewrite(event) for event in events)
 

@@ -211,7 +211,7 @@ class AnswerWriter:
             "prompt_tokens": num_prompt,
             "completion_tokens": self._num_tokens,
             "total_tokens": num_prompt + self._num_tokens,
-            "prompt_tokens_details": {"cached_tokens": self._job.prefix},
+            "prompt_tokens_details": {"cached_tokens": self._job.cached},
         }
 
     def _report(self) -> Document:
