@@ -106,4 +106,5 @@ def engine_waker() -> Callable[[], None] | None:
             kind = importlib.import_module("vllm.v1.engine").EngineCoreRequestType.WAKEUP
             return partial(queue.put_nowait, (kind, None))
         frame = frame.f_back
+    log.warning("pulls-not-answered reason='the engine core has no queue by which to wake it'")
     return None

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvferry import PrefixChain, Room
-from kvferry.connectors.vllm.pulls.lookup_channel import LookupAddress
 
 # Block ids of a request, per vLLM cache group. A group with recurrent state has one block.
 BlocksByGroup = tuple[tuple[int, ...], ...]
@@ -129,7 +128,7 @@ class PullMetadata:
     ``address``: where the lead rank looks up what others ask for; None if nothing is held.
     """
 
-    address: LookupAddress | None = None
+    address: str | None = None
     sent: list[SendPrefix] = field(default_factory=list)
     asked: list[PullPrefix] = field(default_factory=list)
     aborted: list[Room] = field(default_factory=list)

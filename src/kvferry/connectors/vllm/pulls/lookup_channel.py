@@ -3,20 +3,21 @@
 Another instance asks the lead rank, but only the scheduler's thread may use vLLM's block pool, and
 it may sleep until a request comes. The scheduler's side listens on a Unix socket, whose address the
 ranks get with a step's metadata: before the first step nothing is cached. It queues a look-up,
-wakes the engine, and returns the answer that the next step gives. Names are in Linux's abstract
-namespace, so no file is left behind, and a connection must prove that it knows the secret.
+wakes the engine, and returns the answer that the next step gives. The socket has a name in Linux's
+abstract namespace, so no file is left behind, and answers processes of the same user only.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import secrets
+import socket
+import struct
 import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Listener
 from typing import NamedTuple
 
 import msgspec
@@ -25,14 +26,11 @@ from kvferry import PrefixQuery, Room
 
 log = logging.getLogger("vllm.kvferry")
 
-SECRET_BYTES = 32
-
-
-class LookupAddress(NamedTuple):
-    """A scheduler's socket, and the secret that a connection must know."""
-
-    name: str
-    secret: bytes
+# A short chain has 1 MiB at most.
+MAX_BYTES = 2 << 20
+# How long to wait for a question that a process of the same user has begun.
+READ_S = 5.0
+_CREDENTIALS = struct.Struct("3i")
 
 
 class LookupQuestion(msgspec.Struct, frozen=True, array_like=True):
@@ -48,7 +46,7 @@ class LookupClient:
     """Asks the scheduler at ``address``, once that is known."""
 
     def __init__(self) -> None:
-        self.address: LookupAddress | None = None
+        self.address: str | None = None
 
     def holds(self, query: PrefixQuery) -> int:
         """Return how many tokens the scheduler has pinned; 0 if it does not answer in time.
@@ -59,13 +57,15 @@ class LookupClient:
             return 0
         question = LookupQuestion(query.room, query.chain, query.prefix, query.deadline_s)
         try:
-            with Client(self.address.name, "AF_UNIX", authkey=self.address.secret) as connection:
-                connection.send_bytes(msgspec.msgpack.encode(question))
-                if connection.poll(question.deadline_s):
-                    return msgspec.msgpack.decode(connection.recv_bytes(), type=int)
-        except (OSError, EOFError, AuthenticationError, msgspec.MsgspecError) as error:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(question.deadline_s)
+                connection.connect(self.address)
+                connection.sendall(msgspec.msgpack.encode(question))
+                connection.shutdown(socket.SHUT_WR)
+                return msgspec.msgpack.decode(_read(connection), type=int)
+        except (OSError, msgspec.MsgspecError) as error:
             log.warning("lookup-not-answered room=%r reason=%r", query.room, str(error))
-        return 0
+            return 0
 
 
 class PendingLookup(NamedTuple):
@@ -84,9 +84,10 @@ class LookupServer:
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
         self._pending: deque[PendingLookup] = deque()
-        name = f"\0kvferry-{secrets.token_hex(16)}"
-        self.address = LookupAddress(name, secrets.token_bytes(SECRET_BYTES))
-        self._listener = Listener(name, "AF_UNIX", authkey=self.address.secret)
+        self.address = f"\0kvferry-{secrets.token_hex(16)}"
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(self.address)
+        self._socket.listen()
         threading.Thread(target=self._run, name="kvferry-lookups", daemon=True).start()
 
     def __bool__(self) -> bool:
@@ -103,12 +104,21 @@ class LookupServer:
 
     def _run(self) -> None:
         while True:
-            try:
-                with self._listener.accept() as connection:
-                    question = msgspec.msgpack.decode(connection.recv_bytes(), type=LookupQuestion)
-                    connection.send_bytes(msgspec.msgpack.encode(self._answer(question)))
-            except (ConnectionError, EOFError, AuthenticationError, msgspec.MsgspecError):
-                continue
+            connection, _ = self._socket.accept()
+            with connection:
+                try:
+                    self._serve(connection)
+                except (OSError, msgspec.MsgspecError) as error:
+                    log.warning("lookup-refused reason=%r", str(error))
+
+    def _serve(self, connection: socket.socket) -> None:
+        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        _, user, _ = _CREDENTIALS.unpack(peer)
+        if user != os.getuid():
+            return
+        connection.settimeout(READ_S)
+        question = msgspec.msgpack.decode(_read(connection), type=LookupQuestion)
+        connection.sendall(msgspec.msgpack.encode(self._answer(question)))
 
     def _answer(self, question: LookupQuestion) -> int:
         pending = PendingLookup(question, Future())
@@ -120,3 +130,9 @@ class LookupServer:
             # If the scheduler has begun with it already, the room fails at its deadline.
             pending.held.cancel()
             return 0
+
+
+def _read(connection: socket.socket) -> bytes:
+    """Return what the other side sends until it stops sending."""
+    with connection.makefile("rb") as received:
+        return received.read(MAX_BYTES)
