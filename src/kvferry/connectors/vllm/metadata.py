@@ -138,12 +138,13 @@ class PullMetadata:
 class RankReport:
     """Results of a step for the scheduler: of one rank, or the sum over several.
 
-    ``reasons``: why rooms failed, by request. ``pulled``: each rank's tokens of an ended pull.
+    ``reasons``: why rooms failed, by request. ``pulled``: each rank's tokens of an ended pull, None
+    after a failure.
     ``sent``, ``received``: on how many ranks a pull's room is released.
     """
 
     reasons: dict[str, str] = field(default_factory=dict)
-    pulled: dict[Room, list[int]] = field(default_factory=dict)
+    pulled: dict[Room, list[int | None]] = field(default_factory=dict)
     sent: Counter[Room] = field(default_factory=Counter)
     received: Counter[Room] = field(default_factory=Counter)
 

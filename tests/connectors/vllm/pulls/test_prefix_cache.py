@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from connectors.vllm.pulls.block_pools import BLOCK, Pool, chain_of, compute, request_of
 
-from kvferry.connectors.vllm.pulls.prefix_cache import PrefixCache, can_find
+from kvferry.connectors.vllm.pulls.prefix_cache import POOL_METHODS, PrefixCache, can_find
 
 TOKENS = list(range(3 * BLOCK + 20))
 
@@ -100,3 +102,10 @@ def test_blocks_must_end_where_a_chain_has_digests(tokens: int, caching: bool, c
     pool = Pool()
     pool.enable_caching = caching
     assert can_find(pool, tokens) is can
+
+
+@pytest.mark.parametrize("method", POOL_METHODS)
+def test_a_pool_of_another_kind_is_not_used(method: str) -> None:
+    others = set(POOL_METHODS) - {method}
+    assert can_find(SimpleNamespace(enable_caching=True, **dict.fromkeys(POOL_METHODS)), 32)
+    assert not can_find(SimpleNamespace(enable_caching=True, **dict.fromkeys(others)), 32)

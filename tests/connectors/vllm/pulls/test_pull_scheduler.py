@@ -56,7 +56,7 @@ class Engine:
     def report(self, **of_a_rank: object) -> None:
         self.pulls.report(RankReport(**of_a_rank))  # type: ignore[arg-type]
 
-    def ended(self, room: Room, *tokens: int) -> None:
+    def ended(self, room: Room, *tokens: int | None) -> None:
         self.report(pulled={room: list(tokens)})
 
     def released(self, room: Room) -> None:
@@ -123,14 +123,15 @@ def test_a_shorter_answer_is_cached_to_its_last_whole_block() -> None:
     assert list(engine.pool.cached) == request_of(PROMPT).block_hashes[:2]
 
 
-@pytest.mark.parametrize("tokens", [(0, 0), (4 * BLOCK, 0)], ids=["nothing", "one rank failed"])
-def test_what_a_rank_lacks_is_computed(tokens: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("tokens", [(0, 0), (4 * BLOCK, None), (None, None)])
+def test_what_a_rank_lacks_is_computed(tokens: tuple[int | None, ...]) -> None:
     engine = Engine()
     order = asked(engine)
     for each in tokens:
         engine.ended(order.room, each)
     assert not is_pulling(engine)
-    assert order.room in engine.pulls.take_metadata().aborted
+    aborted = engine.pulls.take_metadata().aborted
+    assert aborted == [order.room] * tokens.count(None), "by the ranks that have not failed"
     assert engine.pool.cached == {}
     assert len(engine.pool) == 4, "a failed room may still be written"
     engine.released(order.room)

@@ -16,6 +16,15 @@ from kvferry import SPAN_TOKENS, PrefixChain, span_digests
 
 # vLLM's only cache group.
 GROUPS = [0]
+# Methods of vLLM's block pool that are used here.
+POOL_METHODS = (
+    "cache_full_blocks",
+    "free_blocks",
+    "get_cached_block",
+    "get_new_blocks",
+    "get_num_free_blocks",
+    "touch",
+)
 # Blocks that other instances may have pinned at a time, as a share of all.
 PINNED_SHARE = 0.5
 
@@ -36,7 +45,8 @@ class HeldPrefix(NamedTuple):
 
 def can_find(pool: Any, block_tokens: int) -> bool:
     """Return whether vLLM caches prefixes, in blocks at whose ends a chain has digests."""
-    return bool(pool.enable_caching) and not block_tokens % SPAN_TOKENS
+    is_known = all(hasattr(pool, name) for name in POOL_METHODS)
+    return is_known and bool(pool.enable_caching) and not block_tokens % SPAN_TOKENS
 
 
 class PrefixCache:

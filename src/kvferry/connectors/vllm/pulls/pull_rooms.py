@@ -142,22 +142,28 @@ class PulledPrefixes:
             log.warning("not-pulled room=%r reason=%r", order.room, str(error))
             return None
 
-    def take_pulled(self) -> dict[Room, int]:
-        """Return the tokens of rooms that have ended; 0 after a failure. Each is returned once."""
-        pulled = {}
+    def take_pulled(self) -> dict[Room, int | None]:
+        """Return the tokens of rooms that have ended; None after a failure.
+
+        Each is returned once.
+        """
+        pulled: dict[Room, int | None] = {}
         for name, room in self._rooms.items():
             if not room.is_reported and room.is_done:
                 room.is_reported = True
-                pulled[name] = 0 if room.handle is None else self._ended(room.handle, room.since)
+                pulled[name] = self._ended(room)
         return pulled
 
-    def _ended(self, handle: Incoming, since: float) -> int:
-        failure = handle.failure
-        self._counts.received(failure, time.monotonic() - since)
-        if failure is not None:
-            reason = f"{failure.code}: {failure.message}"
-            log.warning("not-pulled room=%r reason=%r", handle.room, reason)
-        return handle.num_tokens
+    def _ended(self, room: PulledRoom) -> int | None:
+        if room.handle is None:
+            return None
+        failure = room.handle.failure
+        self._counts.received(failure, time.monotonic() - room.since)
+        if failure is None:
+            return room.handle.num_tokens
+        reason = f"{failure.code}: {failure.message}"
+        log.warning("not-pulled room=%r reason=%r", room.handle.room, reason)
+        return None
 
     def take_released(self) -> list[Room]:
         """Return the rooms whose blocks are not written any more. Each is returned once."""

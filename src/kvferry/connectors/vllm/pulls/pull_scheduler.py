@@ -80,7 +80,7 @@ class PullRoom:
     request: PullRequest | None
     blocks: list[Any]
     num_cached: int
-    pulled: list[int] = field(default_factory=list)
+    pulled: list[int | None] = field(default_factory=list)
 
 
 class PrefixAsker:
@@ -131,19 +131,19 @@ class PrefixAsker:
         self._orders.append(PullPrefix(pull.room, pull.holder, chain, num_cached * size, ids))
         return True
 
-    def pulled(self, room: Room, tokens: Sequence[int]) -> None:
-        """Record the tokens that some ranks have received; 0 after a failure.
+    def pulled(self, room: Room, tokens: Sequence[int | None]) -> None:
+        """Record the tokens that some ranks have received; None after a failure.
 
         The request goes on when all ranks have them. If one has failed, the others give up.
         """
         asked = self._rooms[room]
         asked.pulled += tokens
-        if 0 in tokens:
+        if None in tokens:
             self._aborted.append(room)
         if len(asked.pulled) < self._num_ranks or asked.request is None:
             return
         asked.request.is_over = True
-        request, num_tokens = asked.request.request, min(asked.pulled)
+        request, num_tokens = asked.request.request, min(each or 0 for each in asked.pulled)
         self._cache.add(request, asked.blocks, asked.num_cached, num_tokens)
         log.debug("pulled request=%s tokens=%d", request.request_id, num_tokens)
 
