@@ -12,5 +12,6 @@ from kvferry.connectors.vllm.connector import KVFerryConnector
 if __name__ == "__main__":
     base = [*vars(KVConnectorBase_V1), *vars(SupportsHMA)]
     hooks = [name for name in base if not name.startswith("_")]
-    own = [name for name in hooks if name in vars(KVFerryConnector)]
+    kinds = [kind for kind in KVFerryConnector.__mro__ if kind.__module__.startswith("kvferry.")]
+    own = [name for name in hooks if any(name in vars(kind) for kind in kinds)]
     print(json.dumps({"version": vllm.__version__, "hooks": hooks, "own": own}))

@@ -1,6 +1,7 @@
 """Negative control: a connector that reports some rooms as received without transferring them.
 
-For some other rooms it transfers everything except the recurrent state.
+For some other rooms it transfers everything except the recurrent state. Pulls from ``SKIPPED`` are
+reported as complete, too.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kvferry.connectors.vllm.connector import KVFerryConnector
-from kvferry.connectors.vllm.metadata import BlocksByGroup
+from kvferry.connectors.vllm.connector import KVFerryConnector, WorkerReport
+from kvferry.connectors.vllm.metadata import BlocksByGroup, RankReport
 from kvferry.connectors.vllm.paging import NULL_BLOCK
 from tests_vllm.servers import SKIPPED, STATELESS
 
@@ -33,6 +34,9 @@ class SkippingConnector(KVFerryConnector):
             for order in metadata.received
         ]
         self._skipped: set[str] = {order.request for order in skipped}
+        pulls = self._metadata.pulls
+        self._not_pulled = [order for order in pulls.asked if order.holder == SKIPPED]
+        pulls.asked = [order for order in pulls.asked if order not in self._not_pulled]
         super().start_load_kv(forward_context, **kwargs)
 
     def _stateless(self, blocks: BlocksByGroup) -> BlocksByGroup:
@@ -46,3 +50,11 @@ class SkippingConnector(KVFerryConnector):
         results.finished_recving |= self._skipped
         self._skipped = set()
         return results
+
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        report = super().build_connector_worker_meta() or WorkerReport(RankReport())
+        for order in self._not_pulled:
+            report.own.pulled[order.room] = [order.chain.num_tokens]
+            report.own.received[order.room] = 1
+        self._not_pulled = []
+        return report

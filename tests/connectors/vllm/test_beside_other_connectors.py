@@ -13,7 +13,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvferry.connectors.vllm.decode_scheduler import DecodeScheduler
-from kvferry.connectors.vllm.metadata import DecodeMetadata, PrefillMetadata, ReceiveRoom
+from kvferry.connectors.vllm.metadata import (
+    DecodeMetadata,
+    PrefillMetadata,
+    PullMetadata,
+    ReceiveRoom,
+)
 from kvferry.connectors.vllm.paging import BlockSelector
 from kvferry.connectors.vllm.prefill_scheduler import PrefillScheduler
 from kvferry.connectors.vllm.scheduler import ConnectorScheduler
@@ -100,7 +105,7 @@ class Pair:
         is_new: bool = True,
         preempted: tuple[str, ...] = (),
         is_sync: bool = False,
-    ) -> tuple[PrefillMetadata, DecodeMetadata]:
+    ) -> tuple[PrefillMetadata, DecodeMetadata, PullMetadata]:
         """Build the metadata of a step that computes the request's tokens up to ``end``."""
         names = ["a"] if end else []
         new = [SimpleNamespace(req_id="a", num_computed_tokens=first)] if end and is_new else []

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
+from collections.abc import Callable
+from queue import Queue
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +15,7 @@ from kvferry.connectors.vllm.compat import (
     STEP_FIELDS,
     TESTED_VERSIONS,
     check_version,
+    engine_waker,
     missing_import,
 )
 from kvferry.errors import InputError
@@ -55,3 +60,30 @@ def test_a_missing_field_is_named(field: str) -> None:
 def test_a_name_that_can_not_be_imported_is_reported() -> None:
     error = missing_import("0.9", ImportError("cannot import name 'SupportsHMA'"))
     assert "'SupportsHMA'); install a tested version" in str(error)
+
+
+class EngineCore:
+    """Makes its scheduler in its constructor, as vLLM's core does."""
+
+    def __init__(self, *, has_queue: bool) -> None:
+        if has_queue:
+            self.input_queue: Queue[object] = Queue()
+        self.wake = self._make_scheduler()
+
+    def _make_scheduler(self) -> Callable[[], None] | None:
+        return engine_waker()
+
+
+def test_an_idle_engine_is_woken_by_its_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = SimpleNamespace(WAKEUP=b"wake")
+    engine = SimpleNamespace(EngineCoreRequestType=kinds)
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine", engine)
+    core = EngineCore(has_queue=True)
+    assert core.wake is not None
+    core.wake()
+    assert core.input_queue.get_nowait() == (b"wake", None)
+
+
+def test_an_engine_without_a_queue_is_not_woken(caplog: pytest.LogCaptureFixture) -> None:
+    assert EngineCore(has_queue=False).wake is None
+    assert "pulls-not-answered" in caplog.text

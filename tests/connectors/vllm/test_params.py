@@ -3,7 +3,12 @@ from __future__ import annotations
 import pytest
 
 from kvferry import InputError
-from kvferry.connectors.vllm.params import decode_params, read_decode_params, read_prefill_params
+from kvferry.connectors.vllm.params import (
+    decode_params,
+    read_decode_params,
+    read_holder,
+    read_prefill_params,
+)
 
 
 def test_decode_accepts_the_answer_of_prefill() -> None:
@@ -71,3 +76,24 @@ def test_invalid_decode_parameters_are_refused(own: object) -> None:
 def test_invalid_prefill_parameters_are_refused(own: object) -> None:
     with pytest.raises(InputError, match="can't be used"):
         read_prefill_params({"do_remote_decode": True, "kvferry": own})
+
+
+@pytest.mark.parametrize(
+    ("params", "holder"),
+    [
+        (None, None),
+        ({"do_remote_decode": True}, None),
+        ({"do_remote_decode": True, "kvferry": {"room": 7}}, None),
+        ({"do_remote_decode": True, "kvferry": {"room": 7, "holder": "d"}}, "d"),
+        ({"kvferry": {"holder": "d"}}, "d"),
+        ({"do_remote_prefill": True, "kvferry": {"holder": "d"}}, None),
+    ],
+)
+def test_a_holder_is_for_prompts_that_are_computed_here(params: object, holder: str | None) -> None:
+    assert read_holder(params) == holder
+
+
+@pytest.mark.parametrize("holder", ["", "x" * 999, 7, ["d"], "\ud800"])
+def test_invalid_holders_are_refused(holder: object) -> None:
+    with pytest.raises(InputError, match="can't be used"):
+        read_holder({"kvferry": {"holder": holder}})

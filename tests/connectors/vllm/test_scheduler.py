@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from connectors.vllm.pulls.block_pools import BLOCK, Pool, chain_of, compute, request_of
 
 from kvferry.connectors.vllm.decode_scheduler import DecodeScheduler
+from kvferry.connectors.vllm.metadata import RankReport
 from kvferry.connectors.vllm.paging import BlockSelector
 from kvferry.connectors.vllm.prefill_scheduler import PrefillScheduler
+from kvferry.connectors.vllm.pulls.lookup_channel import LookupServer
+from kvferry.connectors.vllm.pulls.prefix_cache import PrefixCache
+from kvferry.connectors.vllm.pulls.pull_scheduler import PrefixAsker, PrefixHolder, PullScheduler
 from kvferry.connectors.vllm.scheduler import ConnectorScheduler
 
 
@@ -154,3 +160,83 @@ def test_first_token_is_refused_if_decode_computes_the_last_tokens() -> None:
     scheduler.add_request(request(params))
     assert scheduler.request_finished(request(params)) == (False, None)
     assert scheduler.build_metadata(no_step())[0].held == []
+
+
+# ---------------------------------------------------------------- pulls
+
+PULLED = {"do_remote_decode": True, "kvferry": {"room": "r", "holder": "decode-0"}}
+SEQUENCE = list(range(3 * BLOCK))
+
+
+def make_puller(pool: Pool) -> ConnectorScheduler:
+    selector = BlockSelector(BLOCK)
+    prefill, decode = PrefillScheduler("prefill-0", selector), DecodeScheduler(selector)
+    scheduler = ConnectorScheduler(
+        prefill, decode, model="m", dtype="float32", instance="prefill-0"
+    )
+    cache = PrefixCache(pool, BLOCK)
+    lookups = LookupServer(lambda: None)
+    scheduler.pulls = PullScheduler(1, PrefixHolder(cache, lookups), PrefixAsker(cache, 1))
+    return scheduler
+
+
+def puller(params: object, **more: Any) -> Any:
+    hashes = request_of(SEQUENCE).block_hashes
+    given = {"block_hashes": hashes, "num_tokens": len(SEQUENCE), "_all_token_ids": SEQUENCE}
+    given |= {"prompt_token_ids": SEQUENCE, "skip_reading_prefix_cache": False}
+    return request(params, **given | more)
+
+
+def test_prefill_pulls_first_and_then_sends_the_whole_prompt() -> None:
+    scheduler = make_puller(Pool())
+    one = puller(PULLED)
+    scheduler.add_request(one)
+    assert scheduler.num_external_tokens(one, 0) is None
+    (order,) = scheduler.build_metadata(no_step())[2].asked
+    assert (order.holder, order.chain.num_tokens) == ("decode-0", 2 * BLOCK)
+    report = RankReport(pulled={order.room: [2 * BLOCK]}, received=Counter([order.room]))
+    scheduler.pulls.report(report)
+    assert scheduler.num_external_tokens(one, 2 * BLOCK) == 0
+    one.status = SimpleNamespace(name="FINISHED_LENGTH_CAPPED")
+    assert scheduler.request_finished(one)[0], "its room is the router's"
+
+
+@pytest.mark.parametrize(
+    ("params", "more"),
+    [
+        ({"do_remote_decode": True}, {}),
+        ({"kvferry": {"holder": "prefill-0"}}, {}),
+        ({"kvferry": {"holder": ["decode-0"]}}, {}),
+        (PULLED, {"skip_reading_prefix_cache": True}),
+        (PULLED, {"prompt_embeds": object()}),
+    ],
+    ids=["no holder", "itself", "malformed", "needs all logits", "embeddings"],
+)
+def test_nothing_is_pulled(params: object, more: dict[str, Any]) -> None:
+    scheduler = make_puller(Pool())
+    one = puller(params, **more)
+    scheduler.add_request(one)
+    assert scheduler.num_external_tokens(one, 0) == 0
+    assert scheduler.build_metadata(no_step())[2].asked == []
+
+
+def test_a_finished_request_can_be_found_by_others() -> None:
+    scheduler = make_puller(pool := Pool())
+    compute(pool, SEQUENCE)
+    scheduler.request_finished(puller(None))
+    assert scheduler.pulls.holder is not None
+    other = make_puller(Pool())
+    asking = puller(PULLED)
+    other.add_request(asking)
+    other.num_external_tokens(asking, 0)
+    (order,) = other.build_metadata(no_step())[2].asked
+    held = scheduler.pulls.holder.cache.pin(order.chain.short)
+    assert (len(held.blocks), held.digest) == (2, order.chain.digest(2 * BLOCK))
+
+
+def test_another_tenants_sequence_is_not_found() -> None:
+    scheduler = make_puller(pool := Pool())
+    compute(pool, SEQUENCE)
+    scheduler.request_finished(puller(None, cache_salt="tenant"))
+    assert scheduler.pulls.holder is not None
+    assert scheduler.pulls.holder.cache.pin(chain_of(SEQUENCE).short).blocks == []

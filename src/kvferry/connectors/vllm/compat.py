@@ -14,6 +14,10 @@ from __future__ import annotations
 import importlib
 import logging
 import re
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
 
 from kvferry import InputError
 
@@ -22,6 +26,7 @@ log = logging.getLogger("vllm.kvferry")
 TESTED_VERSIONS = ("0.30", "0.31", "0.32")
 # The hooks that the connector relies on vLLM to call.
 HOOKS = (
+    "bind_gpu_block_pool",
     "build_connector_meta",
     "build_connector_worker_meta",
     "get_block_ids_with_load_errors",
@@ -29,6 +34,7 @@ HOOKS = (
     "get_required_kvcache_layout",
     "get_transfer_results",
     "handle_preemptions",
+    "has_pending_push_work",
     "on_new_request",
     "register_kv_caches",
     "request_finished",
@@ -84,3 +90,21 @@ def cache_hit_source() -> object | None:
         return None
     source: object = module.CacheHitSource.P2P
     return source
+
+
+def engine_waker() -> Callable[[], None] | None:
+    """Return a function that makes an idle engine core step; None if no engine core is found.
+
+    To be called in the constructor of vLLM's scheduler, while the engine core makes it. An idle
+    core waits for its input queue, which no hook gives to a connector, so it is taken from the
+    callers' frames. The item is the one by which vLLM wakes the core for a shutdown.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        queue = getattr(frame.f_locals.get("self"), "input_queue", None)
+        if queue is not None:
+            kind = importlib.import_module("vllm.v1.engine").EngineCoreRequestType.WAKEUP
+            return partial(queue.put_nowait, (kind, None))
+        frame = frame.f_back
+    log.warning("pulls-not-answered reason='the engine core has no queue by which to wake it'")
+    return None

@@ -24,7 +24,7 @@ from vllm.distributed.parallel_state import (
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from kvferry.connectors.vllm.compat import cache_hit_source, check_version
+from kvferry.connectors.vllm.compat import cache_hit_source, check_version, engine_waker
 from kvferry.connectors.vllm.cpu_pages import has_columns
 from kvferry.connectors.vllm.decode_scheduler import DecodeScheduler
 from kvferry.connectors.vllm.engine import (
@@ -32,17 +32,26 @@ from kvferry.connectors.vllm.engine import (
     cache_dtype,
     engine_shape,
     fingerprint,
+    keeps_all_tokens,
     num_left_to_decode,
+    num_workers,
     replica_index,
     shared_block_tokens,
 )
-from kvferry.connectors.vllm.metadata import DecodeMetadata, PrefillMetadata
-from kvferry.connectors.vllm.metrics import KVFerryPromMetrics, KVFerryStats
+from kvferry.connectors.vllm.metadata import (
+    DecodeMetadata,
+    PrefillMetadata,
+    PullMetadata,
+    RankReport,
+)
+from kvferry.connectors.vllm.metrics import KVFerryStats, MetricHooks
 from kvferry.connectors.vllm.paging import BlockSelector
 from kvferry.connectors.vllm.prefill_scheduler import PrefillScheduler
+from kvferry.connectors.vllm.pulls.lookup_channel import LookupServer
+from kvferry.connectors.vllm.pulls.prefix_cache import PrefixCache, can_find
+from kvferry.connectors.vllm.pulls.pull_scheduler import PrefixAsker, PrefixHolder, PullScheduler
 from kvferry.connectors.vllm.scheduler import ConnectorScheduler
 from kvferry.connectors.vllm.settings import read_settings
-from kvferry.connectors.vllm.stats import no_counts
 from kvferry.connectors.vllm.targets import Arrivals
 from kvferry.connectors.vllm.worker import ConnectorWorker
 
@@ -53,21 +62,22 @@ class StepMetadata(KVConnectorMetadata):
 
     prefill: PrefillMetadata
     decode: DecodeMetadata
+    pulls: PullMetadata
 
 
 @dataclass
-class FailureReasons(KVConnectorWorkerMetadata):
-    """Why rooms failed on a rank, for the scheduler."""
+class WorkerReport(KVConnectorWorkerMetadata):
+    """Report of one rank or several to the scheduler."""
 
-    reasons: dict[str, str]
+    own: RankReport
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> FailureReasons:
-        """Merge the reasons of two ranks; this rank's have priority."""
-        assert isinstance(other, FailureReasons)
-        return FailureReasons(other.reasons | self.reasons)
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+        """Return the report of both."""
+        assert isinstance(other, WorkerReport)
+        return WorkerReport(self.own.plus(other.own))
 
 
-class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
+class KVFerryConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
     """Transfers vLLM's KV caches with kvferry. See ``docs/connectors/vllm.md``."""
 
     _cache_hit_source = cache_hit_source()
@@ -82,6 +92,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         name = settings.instance_name(replica_index(vllm_config))
         model = fingerprint(vllm_config, settings.model)
         self._arrivals = Arrivals(set(), set(), set(), {})
+        self._report = RankReport()
         if role is KVConnectorRole.SCHEDULER:
             states = {p: g.state for p, g in enumerate(self._groups) if g.state is not None}
             selector = BlockSelector(shared_block_tokens(vllm_config), states)
@@ -95,6 +106,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
                 num_left=num_left_to_decode(vllm_config, self._groups),
                 # The replicas of a model with experts step together.
                 waits_when_idle=vllm_config.parallel_config.data_parallel_size == 1,
+                instance=name,
             )
         else:
             self._worker = ConnectorWorker(settings, key, name, model)
@@ -108,6 +120,24 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         The state is transferred. Window layers that are not cached as far are not supported.
         """
         return all(group.window is None for group in self._groups)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Let other instances pull from vLLM's prefix cache, and requests pull into it."""
+        block_tokens = shared_block_tokens(self._vllm_config)
+        if not keeps_all_tokens(self._groups) or not can_find(gpu_block_pool, block_tokens):
+            return
+        cache = PrefixCache(gpu_block_pool, block_tokens)
+        num_ranks = num_workers(self._vllm_config)
+        wake = engine_waker() if self._kv_transfer_config.is_kv_producer else None
+        self._scheduler.pulls = PullScheduler(
+            num_ranks,
+            PrefixHolder(cache, LookupServer(wake)) if wake is not None else None,
+            PrefixAsker(cache, num_ranks) if self._kv_transfer_config.is_kv_consumer else None,
+        )
+
+    def has_pending_push_work(self) -> bool:
+        """Return whether look-ups or pulls need a step, although no request may."""
+        return self._scheduler.pulls.needs_step()
 
     def on_new_request(self, request: Any) -> None:
         """Add a request with transfer parameters."""
@@ -131,11 +161,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         """Handle the workers' results."""
         meta = connector_output.kv_connector_worker_meta
+        report = meta.own if isinstance(meta, WorkerReport) else RankReport()
         self._scheduler.transfers_ended(
             connector_output.finished_sending or (),
             connector_output.finished_recving or (),
-            meta.reasons if isinstance(meta, FailureReasons) else {},
+            report.reasons,
         )
+        self._scheduler.pulls.report(report)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         """Return the cache groups that a transfer fills: all, also those no prefix cache holds."""
@@ -184,11 +216,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Prepare a step. vLLM calls this hook first, before anything is overwritten."""
         assert isinstance(kv_connector_metadata, StepMetadata)
-        self._worker.begin_step(kv_connector_metadata.prefill)
+        self._worker.begin_step(kv_connector_metadata.prefill, kv_connector_metadata.pulls)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start to receive caches into their blocks."""
-        self._worker.start_receives(self._metadata.decode)
+        self._worker.start_receives(self._metadata.decode, self._metadata.pulls)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing, because caches are received between steps."""
@@ -206,6 +238,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests whose blocks are free again or filled."""
         self._arrivals = self._worker.take_arrivals(wait_s=self._metadata.decode.wait_s)
+        # Before vLLM takes the statistics: no step may follow soon.
+        self._report = self._worker.take_report(self._arrivals.reasons)
         return KVConnectorTransferResults(
             finished_sending=self._worker.take_sent(),
             finished_recving=self._arrivals.received,
@@ -216,9 +250,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the blocks of failed requests, before these blocks are free."""
         return self._arrivals.bad_blocks
 
-    def build_connector_worker_meta(self) -> FailureReasons | None:
-        """Return why rooms failed on this rank."""
-        return FailureReasons(self._arrivals.reasons) if self._arrivals.reasons else None
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        """Return why rooms failed on this rank, and what has become of pulls."""
+        return WorkerReport(self._report) if self._report else None
 
     def get_kv_connector_stats(self) -> KVFerryStats | None:
         """Return this rank's statistics since the last call."""
@@ -245,19 +279,3 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """Prefer heads before tokens, so that resharding by heads moves larger pieces."""
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVFerryStats:
-        """Return statistics from their serialized form."""
-        return KVFerryStats(no_counts() if data is None else data)
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: Any,
-        metric_types: Mapping[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: Mapping[int, list[object]],
-    ) -> KVFerryPromMetrics:
-        """Return the metrics for vLLM's ``/metrics``."""
-        return KVFerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

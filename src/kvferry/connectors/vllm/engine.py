@@ -122,6 +122,18 @@ def num_left_to_decode(vllm_config: Any, groups: Sequence[BlockGroup]) -> int:
     return max(int(keeps_latest), int(speculative.num_speculative_tokens) - 1)
 
 
+def keeps_all_tokens(groups: Sequence[BlockGroup]) -> bool:
+    """Return whether vLLM keeps every token of a request in blocks of one cache group."""
+    return len(groups) == 1 and groups[0].window is None and groups[0].state is None
+
+
+def num_workers(vllm_config: Any) -> int:
+    """Return the number of ranks, each of which reports every room."""
+    parallel = vllm_config.parallel_config
+    num_stages = int(parallel.pipeline_parallel_size * parallel.prefill_context_parallel_size)
+    return num_stages * int(parallel.tensor_parallel_size)
+
+
 def engine_shape(
     vllm_config: Any,
     rank: int,

@@ -1,4 +1,4 @@
-"""Connector metadata of one step, from the scheduler to every worker.
+"""Connector metadata of one step, from the scheduler to every worker, and a rank's report.
 
 All ranks receive the same metadata. It names requests, rooms, tokens and vLLM's block ids; each
 rank derives the part that it holds.
@@ -6,10 +6,11 @@ rank derives the part that it holds.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvferry import Room
+from kvferry import PrefixChain, Room
 
 # Block ids of a request, per vLLM cache group. A group with recurrent state has one block.
 BlocksByGroup = tuple[tuple[int, ...], ...]
@@ -98,3 +99,64 @@ class DecodeMetadata:
     # Requests whose rooms are to be aborted.
     aborted: list[str] = field(default_factory=list)
     wait_s: float = 0.0
+
+
+class SendPrefix(NamedTuple):
+    """Send a cached prefix, after the step, in a room that another instance waits for."""
+
+    room: Room
+    tokens: int
+    blocks: BlocksByGroup
+    digest: bytes
+    deadline_s: float
+
+
+class PullPrefix(NamedTuple):
+    """Ask ``holder`` for a chain, of which the first ``prefix`` tokens are cached here."""
+
+    room: Room
+    holder: str
+    chain: PrefixChain
+    prefix: int
+    blocks: BlocksByGroup
+
+
+@dataclass
+class PullMetadata:
+    """Metadata for pulls of cached prefixes.
+
+    ``address``: where the lead rank looks up what others ask for; None if nothing is held.
+    """
+
+    address: str | None = None
+    sent: list[SendPrefix] = field(default_factory=list)
+    asked: list[PullPrefix] = field(default_factory=list)
+    aborted: list[Room] = field(default_factory=list)
+
+
+@dataclass
+class RankReport:
+    """Results of a step for the scheduler: of one rank, or the sum over several.
+
+    ``reasons``: why rooms failed, by request. ``pulled``: each rank's tokens of an ended pull, None
+    after a failure.
+    ``sent``, ``received``: on how many ranks a pull's room is released.
+    """
+
+    reasons: dict[str, str] = field(default_factory=dict)
+    pulled: dict[Room, list[int | None]] = field(default_factory=dict)
+    sent: Counter[Room] = field(default_factory=Counter)
+    received: Counter[Room] = field(default_factory=Counter)
+
+    def __bool__(self) -> bool:
+        return bool(self.reasons or self.pulled or self.sent or self.received)
+
+    def plus(self, other: RankReport) -> RankReport:
+        """Return the sum. This one's reasons have priority."""
+        rooms = self.pulled.keys() | other.pulled.keys()
+        return RankReport(
+            other.reasons | self.reasons,
+            {room: self.pulled.get(room, []) + other.pulled.get(room, []) for room in rooms},
+            self.sent + other.sent,
+            self.received + other.received,
+        )

@@ -54,6 +54,26 @@ class KVFerryStats(KVConnectorStats):
         return is_nothing(self.data)
 
 
+class MetricHooks:
+    """Hooks by which vLLM's front end makes the connector's statistics and metrics."""
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVFerryStats:
+        """Return statistics from their serialized form."""
+        return KVFerryStats(no_counts() if data is None else data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Mapping[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: Mapping[int, list[object]],
+    ) -> KVFerryPromMetrics:
+        """Return the metrics for vLLM's ``/metrics``."""
+        return KVFerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
 class KVFerryPromMetrics(KVConnectorPromMetrics):
     """The ``vllm:kvferry_*`` metrics, one series per engine of the server."""
 

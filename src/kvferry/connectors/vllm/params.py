@@ -2,10 +2,11 @@
 
 To prefill: ``{"do_remote_decode": true}``, optionally with ``"kvferry": {"room": ...}`` if the
 caller chooses the room, and ``"first_token": true`` if decode needs the answer's first token, as
-SGLang does. To decode: ``{"do_remote_prefill": true, "kvferry": {"room": ...,
-"prefill": NAME, "tokens": N}}``, which is prefill's answer. No parameter names memory or a host:
-instances are found by name through the discovery service. Keys of other connectors are ignored,
-because proxies send them, too.
+SGLang does. With ``"holder": NAME`` the engine first pulls what it lacks of the prompt from that
+instance; that needs no ``do_remote_decode``. To decode: ``{"do_remote_prefill": true, "kvferry":
+{"room": ..., "prefill": NAME, "tokens": N}}``, which is prefill's answer. No parameter names memory
+or a host: instances are found by name through the discovery service. Keys of other connectors are
+ignored, because proxies send them, too.
 """
 
 from __future__ import annotations
@@ -33,6 +34,12 @@ class PrefillParams(msgspec.Struct, frozen=True):
     first_token: bool = False
 
 
+class PullParams(msgspec.Struct, frozen=True):
+    """Pull the prompt's beginning from ``holder``; None if nobody is known to have it."""
+
+    holder: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)] | None = None
+
+
 class DecodeParams(msgspec.Struct, frozen=True):
     """Receive the first ``tokens`` tokens of the prompt, or all, from a prefill instance's room."""
 
@@ -53,6 +60,16 @@ def read_decode_params(params: object) -> DecodeParams | None:
     if not isinstance(params, Mapping) or params.get("do_remote_prefill") is not True:
         return None
     return _convert(params.get(OWN_FIELD), DecodeParams)
+
+
+def read_holder(params: object) -> str | None:
+    """Return the instance to pull from; None if there is none. Raises ``InputError``.
+
+    A prompt that prefill transfers is not pulled.
+    """
+    if not isinstance(params, Mapping) or params.get("do_remote_prefill") is True:
+        return None
+    return _convert(params.get(OWN_FIELD) or {}, PullParams).holder
 
 
 def decode_params(room: Room, instance: str, num_tokens: int) -> dict[str, Any]:

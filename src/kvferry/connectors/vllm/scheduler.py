@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from kvferry import InputError, digest_of
+from kvferry import InputError, digest_of, prefix_chain
 from kvferry.connectors.vllm.decode_scheduler import DecodeScheduler
-from kvferry.connectors.vllm.metadata import DecodeMetadata, PrefillMetadata
-from kvferry.connectors.vllm.params import read_decode_params, read_prefill_params
+from kvferry.connectors.vllm.metadata import DecodeMetadata, PrefillMetadata, PullMetadata
+from kvferry.connectors.vllm.params import read_decode_params, read_holder, read_prefill_params
 from kvferry.connectors.vllm.prefill_scheduler import PrefillScheduler
+from kvferry.connectors.vllm.pulls.pull_scheduler import PullScheduler
 
 log = logging.getLogger("vllm.kvferry")
 
@@ -37,6 +38,7 @@ class ConnectorScheduler:
         dtype: str,
         num_left: int = 0,
         waits_when_idle: bool = False,
+        instance: str = "",
     ) -> None:
         """``num_left``: how many of a prompt's last tokens only decode computes.
 
@@ -49,12 +51,16 @@ class ConnectorScheduler:
         self._dtype = dtype
         self._num_left = num_left
         self._waits_when_idle = waits_when_idle
+        self._instance = instance
+        # vLLM gives the connector its block pool later.
+        self.pulls = PullScheduler(1, None, None)
 
     def add_request(self, request: Any) -> None:
         """Add a new request, if it has transfer parameters."""
         try:
             self._add_to_decode(request)
             self._add_to_prefill(request)
+            self._add_to_pulls(request)
         except InputError as error:
             log.warning("params-refused request=%s reason=%r", request.request_id, str(error))
 
@@ -92,20 +98,37 @@ class ConnectorScheduler:
         elif self._num_left:
             _truncate(request, num_tokens)
 
+    def _add_to_pulls(self, request: Any) -> None:
+        holder = read_holder(request.kv_transfer_params)
+        if holder in (None, self._instance) or self.pulls.asker is None:
+            return
+        # vLLM does not read its cache for a request that needs every token's logits.
+        if _has_only_token_ids(request) and not request.skip_reading_prefix_cache:
+            chain = prefix_chain(_ids(request.prompt_token_ids), **self._content(request))
+            self.pulls.asker.add_request(request, holder, chain)
+
     def _digest(self, request: Any, num_tokens: int) -> bytes:
-        ids = np.asarray((request.prompt_token_ids or [])[:num_tokens], dtype=np.int64)
+        ids = (request.prompt_token_ids or [])[:num_tokens]
+        return digest_of(_ids(ids), **self._content(request))
+
+    def _content(self, request: Any) -> dict[str, Any]:
+        """Return what makes a request's cache, besides its tokens."""
         adapter = request.lora_request
         pictures = [str(feature.identifier) for feature in request.mm_features]
-        return digest_of(
-            ids,
-            model=self._model,
-            dtype=self._dtype,
-            adapters=[adapter.lora_name] if adapter else [],
-            extra={"salt": request.cache_salt or "", "pictures": "\n".join(pictures)},
-        )
+        return {
+            "model": self._model,
+            "dtype": self._dtype,
+            "adapters": [adapter.lora_name] if adapter else [],
+            "extra": {"salt": request.cache_salt or "", "pictures": "\n".join(pictures)},
+        }
 
     def num_external_tokens(self, request: Any, num_computed: int) -> int | None:
-        """Return how many tokens of a request another instance provides; None to be asked again."""
+        """Return how many tokens of a request another instance provides; None to be asked again.
+
+        What was pulled counts as cached here.
+        """
+        if self.pulls.asker is not None and self.pulls.asker.is_pulling(request, num_computed):
+            return None
         if self._decode is None or not _has_only_token_ids(request):
             return 0
         num_external = self._decode.num_external_tokens(request.request_id, num_computed)
@@ -120,7 +143,7 @@ class ConnectorScheduler:
         if self._decode is not None:
             self._decode.blocks_allocated(request.request_id, num_external, blocks)
 
-    def build_metadata(self, output: Any) -> tuple[PrefillMetadata, DecodeMetadata]:
+    def build_metadata(self, output: Any) -> tuple[PrefillMetadata, DecodeMetadata, PullMetadata]:
         """Return the metadata of a scheduled step."""
         if self._prefill is not None:
             for request_id in output.preempted_req_ids or ():
@@ -140,6 +163,7 @@ class ConnectorScheduler:
             self._decode.take_metadata(may_wait=may_wait)
             if self._decode is not None
             else DecodeMetadata(),
+            self.pulls.take_metadata(),
         )
 
     def transfers_ended(
@@ -161,6 +185,11 @@ class ConnectorScheduler:
         """Return whether to hold a request's blocks, and the parameters for decode."""
         if self._decode is not None:
             self._decode.request_finished(request.request_id)
+        if self.pulls.asker is not None:
+            self.pulls.asker.request_finished(request.request_id)
+        if self.pulls.holder is not None and _has_only_token_ids(request):
+            chain = prefix_chain(_ids(request._all_token_ids), **self._content(request))
+            self.pulls.holder.cache.remember(chain, request.block_hashes)
         if self._prefill is None or request.request_id not in self._prefill:
             return False, None
         is_answered = request.status.name not in UNANSWERED
@@ -169,6 +198,10 @@ class ConnectorScheduler:
             is_answered=is_answered,
             token=next(iter(request.output_token_ids), None),
         )
+
+
+def _ids(tokens: Sequence[int]) -> np.ndarray[Any, Any]:
+    return np.asarray(tokens, dtype=np.int64)
 
 
 def _truncate(request: Any, num_tokens: int) -> None:

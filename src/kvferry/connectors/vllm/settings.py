@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 
 from kvferry import EndpointConfig, InputError, Layers, check_discovery_url
-from kvferry.connectors.settings import TransferSettings
+from kvferry.connectors.settings import Seconds, TransferSettings
 
 EXAMPLE = "http://10.0.0.1:7400"
 
@@ -16,6 +16,8 @@ EXAMPLE = "http://10.0.0.1:7400"
 # name. This is the length of a lease, within which every live instance renews its registration.
 DISCOVERY_TIMEOUT_S = 10.0
 DEADLINE_S = 120.0
+# After this a prompt is computed that could not be pulled.
+PULL_DEADLINE_S = 10.0
 
 
 class ConnectorSettings(TransferSettings, frozen=True, kw_only=True):
@@ -25,7 +27,8 @@ class ConnectorSettings(TransferSettings, frozen=True, kw_only=True):
     allocated; at prefill when the prompt starts to be computed, so it also limits how long finished
     blocks are held. ``layers``: how many layers to push at a time during a step, if vLLM reports
     single layers. ``max_rooms``, ``max_tokens``: how many rooms a decode receives at a time, and
-    how many tokens in them; further requests wait in vLLM's queue.
+    how many tokens in them; further requests wait in vLLM's queue. ``pull_deadline_s``: time limit
+    of a pull from another instance's cache.
     """
 
     discovery: str
@@ -33,6 +36,7 @@ class ConnectorSettings(TransferSettings, frozen=True, kw_only=True):
     layers: Layers = "auto"
     max_rooms: Annotated[int, msgspec.Meta(ge=1)] | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    pull_deadline_s: Seconds = PULL_DEADLINE_S
 
     def rank_config(self) -> EndpointConfig:
         """Return the configuration of an endpoint."""

@@ -29,11 +29,20 @@ from kvferry.connectors.vllm.caches import (
     V,
     plan_caches,
 )
-from kvferry.connectors.vllm.metadata import DecodeMetadata, PrefillMetadata, ReceiveRoom
+from kvferry.connectors.vllm.metadata import (
+    DecodeMetadata,
+    PrefillMetadata,
+    PullMetadata,
+    RankReport,
+    ReceiveRoom,
+)
+from kvferry.connectors.vllm.pulls.pull_rooms import PulledPrefixes, SentPrefixes
 from kvferry.connectors.vllm.settings import ConnectorSettings
 from kvferry.connectors.vllm.sources import LayerSteps, PrefillRankRooms
 from kvferry.connectors.vllm.stats import RoomCounts
 from kvferry.connectors.vllm.targets import Arrivals, DecodeRankRooms
+
+NO_PULLS = PullMetadata()
 
 
 class ConnectorWorker:
@@ -49,6 +58,8 @@ class ConnectorWorker:
         self._events = EventRecorder(torch.device("cpu"))
         self._sources: PrefillRankRooms | None = None
         self._targets: DecodeRankRooms | None = None
+        self._sent: SentPrefixes | None = None
+        self._pulled: PulledPrefixes | None = None
         self._steps = LayerSteps(())
         self._endpoints: list[SourceEndpoint | TargetEndpoint] = []
         self._rests: BlockRests | None = None
@@ -81,6 +92,8 @@ class ConnectorWorker:
             self._targets = DecodeRankRooms(
                 target, plan.tables, self.counts, fails_early=fails_early
             )
+            deadline_s = self._settings.pull_deadline_s
+            self._pulled = PulledPrefixes(target, plan.tables, self.counts, deadline_s)
             if zeroes_rest and not plan.tables.paging.whole_pages:
                 self._rests = BlockRests(plan, distinct)
         if sends:
@@ -90,6 +103,9 @@ class ConnectorWorker:
             tuner = LayerPushTuner(self._settings.layers, plan.layout, engine.rank, now)
             self._sources = PrefillRankRooms(source, plan.tables, self.counts, tuner)
             self._steps = LayerSteps(plan.names.values())
+            self._sent = SentPrefixes(source, plan.tables, self.counts)
+            if engine.rank == plan.layout.lead:
+                self._sent.answer_pulls()
 
     def _endpoint_options(self, rank: int) -> dict[str, Any]:
         return {
@@ -102,11 +118,14 @@ class ConnectorWorker:
             "config": self._settings.rank_config(),
         }
 
-    def begin_step(self, metadata: PrefillMetadata) -> None:
+    def begin_step(self, metadata: PrefillMetadata, pulls: PullMetadata = NO_PULLS) -> None:
         """Prepare the sends of a step, before its forward pass overwrites anything."""
         if self._sources is not None:
             self._steps.begin()
             self._sources.begin_step(metadata)
+        if self._sent is not None:
+            self._send_prefixes()  # Those of a step that had no end.
+            self._sent.begin_step(pulls)
 
     def cache_computed(self, name: str) -> None:
         """Push layers during the forward pass, after the kernels of a cache were launched."""
@@ -121,14 +140,21 @@ class ConnectorWorker:
         if self._sources is not None:
             computed = self._events.computed() if metadata.pushed else None
             self._sources.end_step(metadata, computed)
+            self._send_prefixes()
 
-    def start_receives(self, metadata: DecodeMetadata) -> None:
+    def _send_prefixes(self) -> None:
+        if self._sent is not None and self._sent.is_waiting:
+            self._sent.send(self._events.computed())
+
+    def start_receives(self, metadata: DecodeMetadata, pulls: PullMetadata = NO_PULLS) -> None:
         """Start to receive caches into their blocks."""
         if self._targets is not None:
             for order in metadata.received:
                 if self._rests is not None and order.blocks:
                     self._rests.zero(order)
             self._targets.begin_step(metadata)
+        if self._pulled is not None:
+            self._pulled.begin_step(pulls.asked, pulls.aborted)
 
     def take_sent(self) -> set[str]:
         """Return the requests whose blocks are not read any more. Each is returned once."""
@@ -144,6 +170,16 @@ class ConnectorWorker:
         if wait_s:
             self._targets.wait_for_end(wait_s)
         return self._targets.take_arrivals()
+
+    def take_report(self, reasons: dict[str, str]) -> RankReport:
+        """Return what the scheduler must know, besides requests that are sent or received."""
+        report = RankReport(reasons)
+        if self._sent is not None:
+            report.sent.update(self._sent.take_released())
+        if self._pulled is not None:
+            report.pulled = {name: [num] for name, num in self._pulled.take_pulled().items()}
+            report.received.update(self._pulled.take_released())
+        return report
 
     def close(self) -> None:
         """Abort every room and close the endpoints."""

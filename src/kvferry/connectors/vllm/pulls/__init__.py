@@ -1,0 +1,1 @@
+"""Pulls between the prefix caches of vLLM engines. See ``docs/connectors/vllm.md``."""
