@@ -79,7 +79,7 @@ class Rank(NamedTuple):
     def page_of(self, group: Group) -> int:
         """Return the entries of a page."""
         state = isinstance(group.kind, StateRow)
-        return 1 if state else self.layout.page_tokens // group.tokens_per_entry
+        return 1 if state else page_tokens(self.layout, group) // group.tokens_per_entry
 
     def view(self, group: Group, tensor: str, layer: int) -> NDArray[np.void]:
         """Return one layer of a tensor as [page, token, unit, element], for any order in memory."""
@@ -123,25 +123,31 @@ class Rank(NamedTuple):
                         view[table.pages[index], local % page] = row.view(view.dtype)
 
 
+def page_tokens(layout: Layout, group: Group) -> int:
+    """Return the tokens of a page of a group, from the layout's fields alone."""
+    return dict(layout.group_pages).get(group.name, layout.page_tokens)
+
+
 def make_ranks(
     layout: Layout, num_tokens: int, rng: np.random.Generator, *, drop_pages: bool = False
 ) -> list[Rank]:
     """Return every rank, with pages in random order and memory filled with a mark."""
     ranks = []
     for rank in range(layout.num_ranks):
-        most = -(-num_tokens // layout.page_tokens)
-        pools = contiguous_pools(layout, rank, num_pages=2 * most + 3, num_rows=4)
+        sizes = {group.name: page_tokens(layout, group) for group in layout.spec.groups}
+        num_pages = 2 * -(-num_tokens // min(sizes.values())) + 3
+        pools = contiguous_pools(layout, rank, num_pages, num_rows=4)
         tables = {}
         for group in layout.spec.groups:
             if isinstance(group.kind, StateRow):
                 tables[group.name] = PageTable(rng.permutation(4)[:1])
                 continue
-            first = 0
+            first, size = 0, sizes[group.name]
             if drop_pages and isinstance(group.kind, Window):
                 kept = max(0, num_tokens - group.kind.num_tokens)
                 held = owned(layout, rank, group, num_tokens).tokens
-                first = int(held[:kept].sum()) // (layout.page_tokens // group.tokens_per_entry)
-            pages = rng.permutation(2 * most + 3)[: max(0, most - first)]
+                first = int(held[:kept].sum()) // (size // group.tokens_per_entry)
+            pages = rng.permutation(num_pages)[: max(0, -(-num_tokens // size) - first)]
             tables[group.name] = PageTable(pages, first)
         regions = [np.full(size, UNTOUCHED, dtype=np.uint8) for size in pools.region_bytes]
         ranks.append(Rank(layout, rank, PagedView(pools.map, tables), regions))

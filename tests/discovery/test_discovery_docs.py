@@ -54,5 +54,5 @@ def test_the_example_of_a_static_list_can_be_read(tmp_path: Path) -> None:
     with client.DiscoveryClient(StaticDiscovery.read(path)) as reader:
         view = reader.resolve("prefill-0", 30.0)
     assert view.layout.num_ranks == len(view.ranks) == 2
-    for name in ("dtype", "tp", "pp", "cp", "stages", "page_tokens", "order"):
+    for name in ("dtype", "tp", "pp", "cp", "stages", "page_tokens", "group_pages", "order"):
         assert f"`{name}`" in TEXT

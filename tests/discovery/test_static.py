@@ -102,7 +102,7 @@ TOML = """
 name = "prefill-0"
 model = "demo@1"
 ranks = ["10.0.0.2:7100", "[fd00::3]:7100"]
-layout = {config = "config.json", tp = 2, page_tokens = 32, order = "hnd"}
+layout = {config = "config.json", tp = 2, page_tokens = 32, group_pages = {kv = 8}, order = "hnd"}
 """
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -122,6 +122,7 @@ def test_a_list_is_read_from_toml_with_a_model_configuration(tmp_path: Path) -> 
     assert (view.fingerprint, view.ranks[1].control) == ("demo@1", "tcp://[fd00::3]:7100")
     assert view.layout.sharding == Parallel(tp=2)
     assert (view.layout.page_tokens, view.layout.order) == (32, Order.HND)
+    assert view.layout.group_pages == (("kv", 8),)
     assert (view.layout.spec.num_layers, view.layout.spec.groups[0].units) == (2, 4)
 
 

@@ -121,6 +121,11 @@ def layout(
     return Layout(spec, Parallel(**sizes), page_tokens=page, order=order)  # type: ignore[arg-type]
 
 
+def with_pages(its: Layout, **sizes: int) -> Layout:
+    """Return the layout with other page sizes for some groups."""
+    return replace(its, group_pages=tuple(sizes.items()))
+
+
 def eventually(what: Callable[[], bool], within_s: float = 10.0) -> None:
     """Wait until a condition holds."""
     give_up = time.monotonic() + within_s

@@ -20,6 +20,7 @@ from endpoint.fleets import (
     UNSTAGED,
     Way,
     layout,
+    with_pages,
 )
 
 from kvferry.ids import MAX_ID, Room
@@ -71,6 +72,22 @@ MORE_CASES = [
         layout(LATENT, 4, tp=4, dcp=4, interleave=3),
         layout(LATENT, 8, cp=3, interleave=8, copies=2),
     ),
+    # Pages of as many tokens as those of DeepSeek V4 in vLLM, in each group, to others.
+    Case(
+        "group-pages-tp2-pp2",
+        with_pages(layout(COMPRESSED, 256, tp=2), swa=64, sparse=32, inputs=4),
+        with_pages(layout(COMPRESSED, 16, Order.HND, pp=2), sparse=256, inputs=8),
+    ),
+    Case(
+        "group-pages-dcp2",
+        with_pages(layout(COMPRESSED, 64, tp=2, dcp=2, interleave=16), sparse=8, inputs=4),
+        with_pages(layout(COMPRESSED, 16, tp=2), swa=5, sparse=64, inputs=3),
+    ),
+    Case(
+        "group-pages-state",
+        with_pages(layout(HYBRID, 8, tp=2), near=3),
+        with_pages(layout(HYBRID, 4, Order.HND, tp=4), full=16),
+    ),
 ]
 # Every case over every transport with its chosen mode; some of them forced through staging.
 COMBINATIONS = [
@@ -98,7 +115,7 @@ WHOLE, INSIDE, AT_END, CACHED, SHORTEST = (
 
 def fleet_of(way: Way, source: Layout, *targets: Layout, num_rooms: int = 1) -> Fleet:
     def side(name: str, its: Layout) -> FleetSide:
-        pages = (num_rooms + 1) * -(-NUM_TOKENS // its.page_tokens)
+        pages = (num_rooms + 1) * -(-NUM_TOKENS // its.smallest_page)
         return FleetSide(name, its, pages, way.config)
 
     decodes = [side(f"decode-{number}", target) for number, target in enumerate(targets)]

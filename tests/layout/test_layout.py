@@ -272,6 +272,44 @@ def test_invalid_layout_is_refused_by_the_decoder() -> None:
         msgspec.json.decode(bad, type=Layout)
 
 
+WINDOWED = CacheSpec(
+    2,
+    (
+        Group("kv", Paged(), (0,), 1, (Tensor("k", DType.UINT8, 1),), 4),
+        Group("swa", Window(9), (1,), 1, (Tensor("k", DType.UINT8, 1),)),
+        Group("state", StateRow(), (1,), 1, (Tensor("s", DType.UINT8, 1),)),
+    ),
+)
+
+
+def test_each_group_may_have_its_own_page_size() -> None:
+    layout = Layout(WINDOWED, page_tokens=64, group_pages=(("swa", 6),))
+    kv, swa, state = layout.spec.groups
+    assert [layout.page_entries(group) for group in (kv, swa, state)] == [16, 6, 1]
+    assert layout.smallest_page == 6
+    assert repr(layout) == "<Layout TP1, page 64 (swa 6), NHD>"
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=Layout) == layout
+    assert layout != Layout(WINDOWED, page_tokens=64)
+
+
+@pytest.mark.parametrize(
+    ("pages", "says"),
+    [
+        ((("other", 4),), "no group 'other'"),
+        ((("state", 4),), "a row per request"),
+        ((("swa", 4), ("swa", 8)), "two page sizes"),
+        ((("swa", 0),), "between 1 and"),
+        ((("swa", (1 << 20) + 1),), "between 1 and"),
+        ((("kv", 6),), "a page of 6 tokens does not hold whole entries of 4 tokens"),
+    ],
+)
+def test_impossible_pages_of_a_group_are_refused(
+    pages: tuple[tuple[str, int], ...], says: str
+) -> None:
+    with pytest.raises(InputError, match=says):
+        Layout(WINDOWED, page_tokens=64, group_pages=pages)
+
+
 def test_layouts_print_well() -> None:
     layout = Layout(SPEC, Parallel(tp=2, pp=2, cp=2), dp=4, page_tokens=64, order=Order.HND)
     assert repr(layout) == "<Layout TP2·PP2·CP2 × 4 replicas, page 64, HND>"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from endpoint.fleets import HEADS, HYBRID, layout
+from endpoint.fleets import HEADS, HYBRID, layout, with_pages
 
 from kvferry.errors import InputError
 from kvferry.layout.intervals import Span
@@ -108,6 +108,24 @@ def test_state_rows_and_windows() -> None:
 def test_invalid_tables_are_refused(pages: Pages, rows: int | None, problem: str) -> None:
     with pytest.raises(InputError, match=problem):
         validator(layout(HYBRID, 4)).tables(Request(12), pages, rows)
+
+
+def test_groups_with_pages_of_different_sizes_need_names() -> None:
+    its = validator(with_pages(layout(HYBRID, 4), near=8))
+    # The window keeps 20 of 41 tokens, from the middle of its third page on.
+    pages = {"full": range(11), "near": [4, 2, 9, 1]}
+    tables = {t.group: t for t in its.tables(Request(41), pages, 1)}
+    assert tables["full"].pages == tuple(range(11))
+    assert tables["near"] == PageTableMessage("near", (4, 2, 9, 1), 2)
+    chunk = its.chunk(Span(6, 13), {"full": [1, 2, 3], "near": [None, 6]})
+    assert chunk == {"full": (1, (1, 2, 3)), "near": (0, (UNKNOWN, 6))}
+    with pytest.raises(InputError, match=r"one list .* \(full 4, near 8\); pass pages={'full'"):
+        its.tables(Request(41), range(11), 1)
+    with pytest.raises(InputError, match="one list of pages"):
+        its.chunk(Span(6, 13), [1, 2, 3])
+    # A stage that has one of the groups takes a list.
+    staged = with_pages(layout(HYBRID, 4, pp=4), near=8)
+    assert validator(staged, 3).tables(Request(5), [3, 1], None)[0].pages == (3, 1)
 
 
 def test_number_of_pages_is_limited() -> None:

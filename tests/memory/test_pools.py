@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from endpoint.fleets import HYBRID, LATENT, layout
+from endpoint.fleets import COMPRESSED, HYBRID, LATENT, layout, with_pages
 from numpy.typing import NDArray
 
 from kvferry.errors import InputError
@@ -122,6 +122,24 @@ def test_single_unit_needs_no_axis() -> None:
     assert (placement.page_stride, placement.token_stride) == (TOKENS * 144, 144)
     assert (placement.num_pages, placement.unit_stride) == (pages, 144)
     assert memory.map.of("index", "k").token_stride == 5
+
+
+def test_arrays_have_the_page_of_their_group() -> None:
+    its = with_pages(layout(COMPRESSED, 16), swa=5, sparse=8)
+    rows = {"swa": 5, "sparse": 2, "heavy": 1, "inputs": 16}
+    pools = {
+        group.name: {
+            tensor.name: np.zeros(
+                (len(group.layers), 7, rows[group.name], tensor.unit_bytes), np.uint8
+            )
+            for tensor in group.tensors
+        }
+        for group in COMPRESSED.groups
+    }
+    placements = Memory.of(its, 0, pools).map.placements
+    assert {(each.num_pages, each.page_stride // each.token_stride) for each in placements} == {
+        (7, count) for count in rows.values()
+    }
 
 
 def test_state_rows_have_no_tokens() -> None:

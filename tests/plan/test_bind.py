@@ -24,13 +24,18 @@ from msgspec.structs import replace
 from kvferry.errors import InputError
 from kvferry.layout import (
     CacheSpec,
+    DType,
     ExplicitSharding,
+    Group,
     Layout,
     Order,
+    Paged,
     Parallel,
     Shard,
     Span,
+    Tensor,
     Tokens,
+    Window,
     attention,
 )
 from kvferry.plan import (
@@ -72,6 +77,46 @@ def test_any_layout_to_any_layout(
     path: str, pair: tuple[Layout, Layout], tokens: int, prefix: int, seed: int, drop: bool
 ) -> None:
     assert_moves(reshard(*pair), Request(tokens, min(tokens, prefix)), path, seed, drop)
+
+
+# Pages by group, as vLLM gives DeepSeek V4 (64, 256, 4 and 8 tokens), and other ones.
+V4_PAGES = {"swa": 64, "sparse": 256, "heavy": 256, "inputs": 4, "late_inputs": 8}
+OTHER_PAGES = {"swa": 16, "sparse": 64, "heavy": 128, "inputs": 3, "late_inputs": 128}
+_BYTE = Tensor("bytes", DType.UINT8, 5)
+V4_GROUPS = CacheSpec(
+    3,
+    (
+        Group("swa", Window(128), (0, 1, 2), 1, (_BYTE,)),
+        Group("sparse", Paged(), (1,), 1, (_BYTE, Tensor("scale", DType.UINT8, 3)), 4),
+        Group("heavy", Paged(), (2,), 1, (_BYTE,), 128),
+        Group("inputs", Window(8), (1,), 1, (Tensor("kv", DType.FLOAT32, 2),)),
+        Group("late_inputs", Window(128), (2,), 1, (Tensor("kv", DType.FLOAT32, 1),)),
+    ),
+)
+SHARED = Parallel(tp=2, dcp=2, interleave=128)
+
+
+@pytest.mark.parametrize("path", MOVERS)
+@pytest.mark.parametrize(("source", "target"), [(1, 2), (SHARED, 1), (2, SHARED)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 3, 127, 261, 645])
+def test_groups_with_pages_of_different_sizes(
+    path: str, source: Parallel | int, target: Parallel | int, tokens: int
+) -> None:
+    for sizes in ((V4_PAGES, OTHER_PAGES), (OTHER_PAGES, V4_PAGES)):
+        plan = reshard(
+            *(
+                Layout(
+                    V4_GROUPS,
+                    Parallel(tp=side) if isinstance(side, int) else side,
+                    page_tokens=128,
+                    order=order,
+                    group_pages=tuple(own.items()),
+                )
+                for side, order, own in zip((source, target), Order, sizes, strict=True)
+            )
+        )
+        for prefix in (0, tokens // 3):
+            assert_moves(plan, Request(tokens, prefix), path, tokens)
 
 
 @settings(max_examples=60, deadline=None)

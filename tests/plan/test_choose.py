@@ -116,7 +116,7 @@ def test_move_that_fills_several_slots_counts_each() -> None:
 
 
 def made_up(layout: Layout, rank: int, tokens: int, gap: int) -> PagedView:
-    num_pages = -(-tokens // layout.page_tokens)
+    num_pages = -(-tokens // layout.smallest_page)
     tables = {group.name: PageTable(np.arange(num_pages) * gap) for group in layout.spec.groups}
     return PagedView(contiguous_pools(layout, rank, gap * num_pages).map, tables)
 

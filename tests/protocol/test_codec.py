@@ -424,6 +424,7 @@ BAD_LAYOUTS: dict[str, Any] = {
     "dp zero": {"dp": 0},
     "page zero": {"page_tokens": 0},
     "page huge": {"page_tokens": 1 << 40},
+    "page of no group": {"group_pages": [["other", 16]]},
     "order": {"order": "dhn"},
     "no groups": {"spec": {"num_layers": 2, "groups": []}},
     "no layers": {"spec": {"num_layers": 0, "groups": []}},

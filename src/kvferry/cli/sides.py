@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -34,6 +35,8 @@ def add_flags(parser: argparse.ArgumentParser, *, required: bool, tokens: int) -
     parser.add_argument("--tokens", default=str(tokens), metavar="N", help=text)
 
 
+# ``page.GROUP``, the page of one group.
+_GROUP_PAGE = re.compile(r"\bpage\.[^=,]+(?==)")
 _SIZES = ("tp", "pp", "cp", "dcp", "interleave", "copies")
 
 
@@ -59,6 +62,7 @@ def read_side(text: str, flag: str, extra: dict[str, Any] | None = None) -> Side
     readers: dict[str, Any] = {
         **{key: whole(f"{flag} {key}") for key in (*_SIZES, "dp", "page")},
         "order": _read_order,
+        **{key: whole(f"{flag} {key}") for key in _GROUP_PAGE.findall(text)},
         "stages": lambda text: tuple(whole("a stage")(part) for part in text.split("+")),
         "dtype": parse_cache_type,
         **(extra or {}),
@@ -71,7 +75,8 @@ def read_side(text: str, flag: str, extra: dict[str, Any] | None = None) -> Side
         raise InputError(f"{flag} has an interleave but no context parallelism; add cp or dcp")
     names = {"dp": "dp", "page": "page_tokens", "order": "order"}
     rest = {names[key]: values[key] for key in names if key in values}
-    layout = {"sharding": sharding, **rest}
+    own = tuple((key[5:], values[key]) for key in values if key.startswith("page."))
+    layout = {"sharding": sharding, "group_pages": own, **rest}
     return SideFields(layout, values.get("dtype"), values.get("prefix", 0))
 
 

@@ -180,12 +180,19 @@ class _ModelLayout(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     dcp: int = 1
     interleave: int = 1
     page_tokens: int = 16
+    group_pages: dict[str, int] = {}
     order: Order = Order.NHD
 
     def layout(self, folder: Path) -> Layout:
         spec = spec_from_config(read_config(folder / self.config), self.dtype)
         sharding = Parallel(self.tp, self.pp, self.cp, self.stages, self.dcp, self.interleave)
-        return Layout(spec, sharding, page_tokens=self.page_tokens, order=self.order)
+        return Layout(
+            spec,
+            sharding,
+            page_tokens=self.page_tokens,
+            order=self.order,
+            group_pages=tuple(self.group_pages.items()),
+        )
 
 
 def _instance(entry: dict[str, Any], folder: Path) -> StaticInstance:

@@ -50,7 +50,7 @@ class LayerPushTuner:
     ) -> None:
         self._layers = layers
         self._mark = mark
-        self._page_tokens = layout.page_tokens
+        self._page_tokens = layout.smallest_page
         spec, shards = layout.spec, layout.rank_shards(rank)
         numbers = {n for one in shards for n in spec.group(one.group).layers_in(one.layers)}
         self.first, self.end = min(numbers), max(numbers) + 1

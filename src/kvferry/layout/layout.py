@@ -307,7 +307,8 @@ class Layout(msgspec.Struct, frozen=True):
 
     ``packed`` names groups whose tensors follow each other in every unit of a token, such as K and
     V in one row. ``transposed`` names tensors, as ``group.tensor``, that a page keeps by unit,
-    element and token, so that an element's tokens are contiguous.
+    element and token, so that an element's tokens are contiguous. ``group_pages`` are the tokens of
+    a page of groups that differ from ``page_tokens``.
     """
 
     spec: CacheSpec
@@ -317,24 +318,35 @@ class Layout(msgspec.Struct, frozen=True):
     order: Order = Order.NHD
     packed: tuple[str, ...] = ()
     transposed: tuple[str, ...] = ()
+    group_pages: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.dp <= MAX_RANKS:
             raise InputError(f"dp must be between 1 and {MAX_RANKS}, not {self.dp}")
-        if not 1 <= self.page_tokens <= MAX_PAGE_TOKENS:
-            raise InputError(
-                f"a page holds between 1 and {MAX_PAGE_TOKENS} tokens, not {self.page_tokens}"
-            )
-        for group in self.spec.groups:
-            if self.page_tokens % group.tokens_per_entry:
-                raise InputError(
-                    f"a page of {self.page_tokens} tokens does not hold whole entries of "
-                    f"{group.tokens_per_entry} tokens, as group {group.name!r} has; use a multiple"
-                )
+        self._check_pages()
         self._check_forms()
         reasons = self.sharding.refusals(self.spec)
         if reasons:
             raise Refused(reasons)
+
+    def _check_pages(self) -> None:
+        names = [name for name, _ in self.group_pages]
+        for name in names:
+            if isinstance(self.spec.group(name).kind, StateRow) or names.count(name) > 1:
+                raise InputError(
+                    f"group {name!r} has a row per request, or two page sizes; give each group of "
+                    f"tokens at most one"
+                )
+        for size in (self.page_tokens, *(size for _, size in self.group_pages)):
+            if not 1 <= size <= MAX_PAGE_TOKENS:
+                raise InputError(f"a page holds between 1 and {MAX_PAGE_TOKENS} tokens, not {size}")
+        for group in self.spec.groups:
+            if self.tokens_per_page(group) % group.tokens_per_entry:
+                raise InputError(
+                    f"a page of {self.tokens_per_page(group)} tokens does not hold whole entries "
+                    f"of {group.tokens_per_entry} tokens, as group {group.name!r} has; use a "
+                    f"multiple"
+                )
 
     def _check_forms(self) -> None:
         for name in self.packed:
@@ -358,11 +370,29 @@ class Layout(msgspec.Struct, frozen=True):
         """Return whether a page keeps an element's tokens next to each other."""
         return f"{group}.{tensor}" in self.transposed
 
+    def tokens_per_page(self, group: Group) -> int:
+        """Return the tokens of a page of a group that follows tokens."""
+        return next(
+            (size for name, size in self.group_pages if name == group.name), self.page_tokens
+        )
+
     def page_entries(self, group: Group) -> int:
         """Return how many entries of a group a page holds; 1 for state rows."""
         if isinstance(group.kind, StateRow):
             return 1
-        return self.page_tokens // group.tokens_per_entry
+        return self.tokens_per_page(group) // group.tokens_per_entry
+
+    @property
+    def smallest_page(self) -> int:
+        """The tokens of a page of the groups that have the most pages."""
+        followed = (group for group in self.spec.groups if not isinstance(group.kind, StateRow))
+        return min(map(self.tokens_per_page, followed), default=self.page_tokens)
+
+    @property
+    def pages_text(self) -> str:
+        """The page sizes in a few words: ``page 64``, or ``page 64 (window 256)``."""
+        own = ", ".join(f"{name} {size}" for name, size in self.group_pages)
+        return f"page {self.page_tokens} ({own})" if own else f"page {self.page_tokens}"
 
     @property
     def num_ranks(self) -> int:
@@ -387,7 +417,7 @@ class Layout(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         replicas = f" × {self.dp} replicas" if self.dp > 1 else ""
-        return f"{self.sharding}{replicas}, page {self.page_tokens}, {self.order.upper()}"
+        return f"{self.sharding}{replicas}, {self.pages_text}, {self.order.upper()}"
 
     def __repr__(self) -> str:
         return f"<Layout {self}>"

@@ -18,8 +18,8 @@ from kvferry.plan.places import PageTable, PoolMap
 from kvferry.plan.plan import Request
 from kvferry.protocol.messages import MAX_PAGES, PageTableMessage
 
-# Pages of all groups that follow tokens, or by group. In a push, None is a page that a window has
-# dropped.
+# Pages of all groups that follow tokens, if their pages are of one size, or by group. In a push,
+# None is a page that a window has dropped.
 Pages = Sequence[int | None] | Mapping[str, Sequence[int | None]]
 # The request's state row, in all state groups or by group.
 Rows = int | Mapping[str, int]
@@ -49,6 +49,10 @@ class PageTableValidator:
         self._num_pages = {group.name: _num_pages(pools, group) for group in groups}
         self._state_groups = [group.name for group in groups if isinstance(group.kind, StateRow)]
         self._token_groups = [group for group in groups if not isinstance(group.kind, StateRow)]
+        self._page_sizes = {
+            group.name: layout.tokens_per_page(group) for group in self._token_groups
+        }
+        self._needs_names = len({*self._page_sizes.values()}) > 1
 
     # ------------------------------------------------------------ all at once
 
@@ -56,6 +60,7 @@ class PageTableValidator:
         self, request: Request, pages: Pages, rows: Rows | None
     ) -> tuple[PageTableMessage, ...]:
         """Return the tables of a whole request, to be sent to a source."""
+        self._check_named(pages)
         tables = []
         for group in self._token_groups:
             given = tuple(page for page in _pages_of(group.name, pages) if page is not None)
@@ -95,6 +100,7 @@ class PageTableValidator:
         ``known`` is a chunk that was validated before. A group that has the same pages there is
         not validated again, and its entry of ``known`` is returned.
         """
+        self._check_named(pages)
         chunks: dict[str, tuple[int, tuple[int, ...]]] = {}
         for group in self._token_groups:
             if not self._has(group.name, layers):
@@ -141,6 +147,14 @@ class PageTableValidator:
     def _local_pages(self, group: Group, tokens: Span) -> Span:
         """Return the pages that hold this rank's share of these tokens."""
         return local_pages(self._layout, group, self._shards[group.name], tokens)
+
+    def _check_named(self, pages: Pages) -> None:
+        if self._needs_names and not isinstance(pages, Mapping):
+            sizes = ", ".join(f"{name} {size}" for name, size in self._page_sizes.items())
+            raise InputError(
+                f"one list of pages can't serve groups whose pages hold different numbers of "
+                f"tokens ({sizes}); pass pages={{{next(iter(self._page_sizes))!r}: [...], ...}}"
+            )
 
     def _check_pages(self, group: str, pages: Sequence[int]) -> None:
         most = self._num_pages[group]

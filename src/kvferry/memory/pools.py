@@ -150,7 +150,7 @@ class _Axes(NamedTuple):
 
     @staticmethod
     def of(layout: Layout, group: Group, tensor: Tensor, num_units: int) -> _Axes:
-        num_tokens = None if isinstance(group.kind, StateRow) else layout.page_tokens
+        num_tokens = None if isinstance(group.kind, StateRow) else layout.page_entries(group)
         is_transposed = layout.is_transposed(group.name, tensor.name)
         return _Axes(num_tokens, num_units, layout.order is Order.HND, is_transposed)
 

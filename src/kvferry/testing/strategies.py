@@ -142,7 +142,13 @@ def explicit_shardings(draw: st.DrawFn, spec: CacheSpec) -> ExplicitSharding:
 def layouts(draw: st.DrawFn, spec: CacheSpec) -> Layout:
     """Any layout of that model."""
     sharding = draw(st.one_of(parallel(spec), explicit_shardings(spec)))
-    page_tokens = draw(st.sampled_from([1, 2, 3, 4, 8, 16])) * _common_ratio(spec)
+    sizes = st.sampled_from([1, 2, 3, 4, 8, 16])
+    page_tokens = draw(sizes) * _common_ratio(spec)
+    group_pages = tuple(
+        (group.name, draw(sizes) * group.tokens_per_entry)
+        for group in spec.groups
+        if not isinstance(group.kind, StateRow) and draw(st.booleans())
+    )
     packed = tuple(group.name for group in spec.groups if draw(st.booleans()))
     transposed = tuple(
         f"{group.name}.{tensor.name}"
@@ -157,6 +163,7 @@ def layouts(draw: st.DrawFn, spec: CacheSpec) -> Layout:
         order=draw(st.sampled_from(Order)),
         packed=packed,
         transposed=transposed,
+        group_pages=group_pages,
     )
 
 

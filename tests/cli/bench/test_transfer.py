@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from kvferry.cli.main import main
 
+CONFIGS = Path(__file__).parents[2] / "data" / "configs"
 SHAPE = "--layers 2 --kv-heads 4 --head-dim 16 --dtype bfloat16 --tokens 96"
 
 
@@ -59,6 +61,15 @@ def test_a_transfer_is_measured_and_verified(
     assert (report["staging_bytes"] == 0) == ("shm" in words)
     asked = words.split()[1] if "--transport" in words else "auto"
     assert (report["transport"], report["chosen"]) == (asked, asked if asked != "auto" else "shm")
+
+
+def test_groups_with_pages_of_different_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        f"--model {CONFIGS / 'gpt-oss-20b.json'} --tokens 96 --prefill page=16,page.swa=64 "
+        f"--decode tp=2,page=32,page.kv=4 --transport shm --repeat 1 --json"
+    )
+    done = bench(capsys, f"transfer {words}")
+    assert (done.status, done.document["verified"]) == (0, True), done.err
 
 
 def test_contiguous_pages_go_in_one_piece_for_each_layer_and_tensor(

@@ -162,6 +162,18 @@ def test_page_must_hold_whole_entries(capsys: pytest.CaptureFixture[str]) -> Non
     assert (status, "does not hold whole entries" in error) == (2, True)
 
 
+def test_pages_of_groups(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    side = "page=256,page.swa=64,page.sparse_inputs=4,page.heavy_inputs=8,page.index_inputs=4"
+    words = f"--model {CONFIGS / 'deepseek-v4-flash.json'} --prefill {side} --decode page=128"
+    got = document(capsys, f"{words} --tokens 1000 --html {tmp_path / 'x.html'}")
+    sizes = "page 256 (swa 64, sparse_inputs 4, heavy_inputs 8, index_inputs 4)"
+    assert got["prefill"] == f"TP1, {sizes}, NHD"
+    assert f"Prefill: 1 rank, {sizes}, NHD" in (tmp_path / "x.html").read_text(encoding="utf-8")
+    small = document(capsys, f"{words.replace('swa=64', 'swa=2')} --tokens 1000")
+    assert small["modes"]["runs"]["pieces"] > got["modes"]["runs"]["pieces"]
+    assert small["bytes"] == got["bytes"]
+
+
 def test_model_may_be_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((CONFIGS / "llama-3.1-8b.json").read_bytes())
     assert document(capsys, f"--model {tmp_path} --prefill tp=2 --decode tp=1")["compatible"]

@@ -142,6 +142,9 @@ def test_an_unknown_architecture_is_refused(
         (f"--prefill tp=1 --decode tp=1 {SHAPE} --state-dtype bf16", "--state-dtype is for"),
         ("--prefill tp=1 --decode tp=1 --model /dev/zero", "not a file"),
         ("--prefill tp=1 --decode tp=1 --model /dev/null", "not a file"),
+        (f"--prefill page.swa=4 --decode tp=1 {SHAPE}", "no group 'swa' in this cache; it has kv"),
+        (f"--prefill page.kv=x --decode tp=1 {SHAPE}", "whole number"),
+        (f"--prefill page.=4 --decode tp=1 {SHAPE}", "no key 'page.'"),
         (f"--prefill , --decode tp=1 {SHAPE}", "--prefill is empty"),
     ],
 )

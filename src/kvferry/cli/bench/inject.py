@@ -43,7 +43,7 @@ def run_injected(job: TransferJob, fault: ContentFault, *, as_json: bool) -> int
 def _carry(job: TransferJob, fault: ContentFault) -> InjectionReport:
     tokens = job.request.num_tokens
     prefill, decode = (
-        FleetSide(name, layout, 2 * (-(-tokens // layout.page_tokens)), job.config)
+        FleetSide(name, layout, 2 * (-(-tokens // layout.smallest_page)), job.config)
         for name, layout in (("prefill", job.plan.source), ("decode", job.plan.target))
     )
     damaged = prefill._replace(fault=fault)

@@ -146,7 +146,7 @@ def measure(job: TransferJob, *, show: bool) -> TransferReport:
     """Start a process per rank and repeat the transfer."""
     tokens = job.request.num_tokens
     sides = [
-        FleetSide(name, layout, 2 * (-(-tokens // layout.page_tokens)), job.config)
+        FleetSide(name, layout, 2 * (-(-tokens // layout.smallest_page)), job.config)
         for name, layout in (("prefill", job.plan.source), ("decode", job.plan.target))
     ]
     with Progress(transient=True, disable=not show, console=Console(stderr=True)) as progress:

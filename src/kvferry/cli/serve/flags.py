@@ -265,6 +265,8 @@ def _section(text: str | None, flag: str, default: str, fields: dict[str, Any]) 
     for name in ("pp", "cp"):
         if getattr(sharding, name) != 1:
             raise InputError(f"{flag}: this engine shards by tp only; leave {name} out")
+    if side.layout["group_pages"]:
+        raise InputError(f"{flag}: this engine has one page size; use page alone")
     read = {
         "tp": sharding.tp,
         "instances": side.layout.get("dp"),

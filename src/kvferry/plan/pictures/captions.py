@@ -37,7 +37,7 @@ def heading(plan: Plan, side: PictureSide) -> str:
     """Return the heading of a column of ranks."""
     layout = side.layout_of(plan)
     parts = [f"1 of {layout.dp} replicas"] if layout.dp > 1 else []
-    parts += [plural(layout.num_ranks, "rank"), f"page {layout.page_tokens}", layout.order.upper()]
+    parts += [plural(layout.num_ranks, "rank"), layout.pages_text, layout.order.upper()]
     return f"{side.engine.capitalize()}: {', '.join(parts)}"
 
 

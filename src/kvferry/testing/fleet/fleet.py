@@ -27,9 +27,10 @@ RELEASE_S = 10.0
 
 
 class PageAllocator:
-    """The free pages and state rows of an instance, the same at each rank.
+    """The free pages and state rows of an instance, the same at each rank and in each group.
 
-    A room gets random pages, or the lowest free ones in order if there is no ``rng``.
+    ``page_tokens`` are those of the smallest pages; groups of larger pages use the first of a
+    room's pages. A room gets random pages, or the lowest free ones in order if there is no ``rng``.
     """
 
     def __init__(self, num_pages: int, num_rows: int, page_tokens: int, rng: Random | None) -> None:
@@ -131,7 +132,7 @@ class Fleet:
         self.decodes = {side.name: side for side in decodes}
         self.sides = self.prefills | self.decodes
         self.allocators = {
-            name: PageAllocator(side.num_pages, side.num_rows, side.layout.page_tokens, rng)
+            name: PageAllocator(side.num_pages, side.num_rows, side.layout.smallest_page, rng)
             for name, side in self.sides.items()
         }
         self.members = {name: self._start_all(side) for name, side in self.sides.items()}

@@ -350,7 +350,9 @@ class FleetRankWorker:
             prefill=prefill,
             tokens=request.num_tokens,
             prefix=request.prefix,
-            pages=where.pages,
+            pages=dict.fromkeys(
+                (group.name for group in self.spec.layout.spec.groups), where.pages
+            ),
             states=where.row,
             deadline_s=deadline_s,
         )
