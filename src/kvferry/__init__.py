@@ -187,7 +187,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-# Where each name is, looked up when it is asked for: what is not used costs nothing.
+# The module of each name. A name is loaded on first use, so an unused one costs nothing.
 _HOMES = {
     "config": "LivenessConfig ProtocolConfig",
     "digest": "digest_of",

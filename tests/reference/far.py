@@ -16,6 +16,7 @@ import json
 import logging
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -44,6 +45,8 @@ from kvferry.security.keys import ClusterKey
 
 # Print the stacks before the test gives up.
 STUCK_S = 150.0
+# For a worker to end, with its transports; then its stacks are printed.
+END_S = 30.0
 NEAR, FAR = "10.201.0.1", "10.201.0.2"
 # Mount, IPC and network: CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWNET.
 SPACES = 0x00020000 | 0x08000000 | 0x40000000
@@ -68,6 +71,7 @@ def wait_for(device: str) -> None:
 
 def far_main(pipe: Connection) -> None:
     """Run the worker that shares memory with no other."""
+    faulthandler.register(signal.SIGUSR1)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(SPACES):
         pipe.send(("failed", os.strerror(ctypes.get_errno())))
@@ -88,7 +92,7 @@ def far_main(pipe: Connection) -> None:
 
 
 class FarWorker:
-    """A process in its own name spaces, with the cable, that waits for its worker's options."""
+    """A process in its own name spaces that runs a worker. Stop it, also if a step fails."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -96,6 +100,10 @@ class FarWorker:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=far_main, args=(theirs,))
         self._process.start()
+        theirs.close()
+
+    def join_networks(self) -> None:
+        """Lay the cable between the process and this one."""
         self._heard("apart")
         shell(f"ip link add name near type veth peer name far netns {self._process.pid}")
         shell(f"ip addr add {NEAR}/30 dev near")
@@ -117,8 +125,15 @@ class FarWorker:
         return str(text)
 
     def stop(self) -> None:
+        """End the process. Raises ``AssertionError`` if it does not end by itself. Idempotent."""
         self._process.terminate()
-        self._process.join(PATIENCE_S)
+        self._process.join(END_S)
+        if self._process.is_alive():
+            os.kill(self._process.pid or 0, signal.SIGUSR1)
+            self._process.join(1.0)
+            self._process.kill()
+            self._process.join()
+            raise AssertionError("the far worker did not end; its stacks are above")
 
 
 async def conversation(caller: Caller, prefills: list[Worker], decode: Worker) -> dict[str, object]:
@@ -150,6 +165,7 @@ def main(folder: str, key_file: str) -> None:
     with ExitStack() as undo:
         apart_from_us = FarWorker()
         undo.callback(apart_from_us.stop)
+        apart_from_us.join_networks()
         server = undo.enter_context(DiscoveryServer(NEAR, 0, key))
 
         def options(role: str, name: str, host: str) -> InstanceOptions:

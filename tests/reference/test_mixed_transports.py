@@ -40,15 +40,18 @@ def test_each_prefill_worker_is_reached_by_its_best_transport(
         pytest.skip(why)
     folder = models[TinyKind.LLAMA]
     words = [sys.executable, "-m", "reference.far", folder, tmp_path / "key"]
-    done = subprocess.run(
-        ["unshare", "--net", "--mount", *map(str, words)],
-        cwd=HERE.parent,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path])},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            ["unshare", "--net", "--mount", *map(str, words)],
+            cwd=HERE.parent,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path])},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as late:
+        pytest.fail(f"it did not end within {LIMIT_S} s; it printed: {late.stderr!r}")
     assert done.returncode == 0, done.stderr[-4000:]
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["links"] == {

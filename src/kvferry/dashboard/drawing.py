@@ -60,7 +60,7 @@ def facts_of(waterfall: Waterfall) -> list[tuple[str, str]]:
 
 
 def _clocks(waterfall: Waterfall) -> str:
-    """Say whose clock is used, and how far the others may be off."""
+    """Name the clock in use, and how far the others may be off."""
     errors = [error_s for error_s in waterfall.clock_errors_s.values() if error_s]
     unknown = [name for name, error_s in waterfall.clock_errors_s.items() if error_s is None]
     text = f"times are {waterfall.clock}'s"

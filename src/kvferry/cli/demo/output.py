@@ -1,4 +1,4 @@
-"""The output of ``kvferry demo``: each answer, what was transferred, and the verdict."""
+"""The output of ``kvferry demo``: each answer, its transfer, and the verdict."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class DemoOutput:
         self._console.print(f"   {escape(text)}")
 
     def results(self, results: Sequence[CheckedAnswer], document: dict[str, Any]) -> None:
-        """Print what was transferred for each request, and whether the answers are right."""
+        """Print the transfer of each request, and whether the answers are right."""
         table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
         for name in ("request", "prompt", "answer", "carried", "cache there", "TTFT"):
             table.add_column(name, justify="right")

@@ -20,7 +20,7 @@ class State(StrEnum):
 
     OK = "ok"
     NOTE = "note"  # worth knowing, or a problem for something that was not asked for
-    PROBLEM = "problem"  # what was asked for cannot work
+    PROBLEM = "problem"  # the request cannot work
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -43,11 +43,11 @@ class Area(NamedTuple):
         return Finding(self.title, name, State.OK, detail)
 
     def note(self, name: str, detail: str, remedy: str = "") -> Finding:
-        """Return a finding that does not prevent what was asked for."""
+        """Return a finding that does not prevent the request."""
         return self.issue(name, detail, remedy, needed=False)
 
     def problem(self, name: str, detail: str, remedy: str = "") -> Finding:
-        """Return a finding that prevents what was asked for."""
+        """Return a finding that prevents the request."""
         return self.issue(name, detail, remedy, needed=True)
 
     def issue(self, name: str, detail: str, remedy: str = "", *, needed: bool) -> Finding:

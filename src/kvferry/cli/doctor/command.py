@@ -140,7 +140,7 @@ def examine(request: DoctorRequest, pairing: Pairing | tuple[Reason, ...] | None
 
 
 def num_problems(findings: Sequence[Finding]) -> int:
-    """Return the number of findings that prevent what was asked for."""
+    """Return the number of findings that prevent the request."""
     return sum(finding.state is State.PROBLEM for finding in findings)
 
 

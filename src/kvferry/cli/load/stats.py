@@ -28,7 +28,7 @@ class Range(msgspec.Struct, frozen=True):
 
 
 class Level(msgspec.Struct, frozen=True, kw_only=True):
-    """The measurements at one concurrency; what is unknown is None.
+    """The measurements at one concurrency; unknown values are None.
 
     ``seconds`` is from the first request to the last reply, and the throughput counts what was
     answered in this time. ``tpot_s`` is the time of each output token after the first. The server

@@ -31,7 +31,7 @@ class Renewal(msgspec.Struct, frozen=True):
 
 
 class LongerLease(msgspec.Struct, frozen=True):
-    """Answer to a renewal whose lease is longer than was asked for."""
+    """Answer to a renewal whose lease is longer than requested."""
 
     lease_s: float
 

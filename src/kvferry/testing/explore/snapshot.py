@@ -58,13 +58,13 @@ def _slots_of(kind: Any) -> tuple[str, ...]:
     return tuple(name for each in kind.__mro__ for name in getattr(each, "__slots__", ()))
 
 
-def _attributes(value: object) -> dict[str, Any]:
+def _attributes(value: Any) -> dict[str, Any]:
     """Return an instance's attributes by name, slots first."""
-    slots = _slots_of(type(value))
+    others: dict[str, Any] = getattr(value, "__dict__", {})
+    slots = _slots_of(value.__class__)
     if not slots:
-        return vars(value)
-    named = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    return named | getattr(value, "__dict__", {})
+        return others
+    return {name: getattr(value, name) for name in slots if hasattr(value, name)} | others
 
 
 def _copy(value: Any, done: dict[int, Any]) -> Any:
@@ -80,7 +80,7 @@ def _copy(value: Any, done: dict[int, Any]) -> Any:
     if not _is_container(kind):
         # Most attributes are shared, and calling this function for each would take longer.
         for name, part in _attributes(value).items():
-            setattr(new, name, part if _is_shared(type(part)) else _copy(part, done))
+            setattr(new, name, part if _is_shared(part.__class__) else _copy(part, done))
     elif isinstance(value, dict):
         for name, part in value.items():
             new[_copy(name, done)] = _copy(part, done)
@@ -103,7 +103,7 @@ def _key(value: Any, seen: dict[int, int]) -> Hashable:
     seen[id(value)] = len(seen)
     if not _is_container(kind):
         keys = [
-            part if _is_shared(type(part)) else _key(part, seen)
+            part if _is_shared(part.__class__) else _key(part, seen)
             for name, part in _attributes(value).items()
             if name not in _IRRELEVANT
         ]
