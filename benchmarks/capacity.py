@@ -58,7 +58,6 @@ from kvferry.plan.capacity import (
     limits_of,
     predict,
 )
-from kvferry.plan.choose import shape_of
 from kvferry.plan.places import Base, PageTable, contiguous_pools
 from kvferry.telemetry.observer import ObservedWrite, Observer
 from kvferry.transports.base import Transport, TransportSetup
@@ -297,8 +296,11 @@ class Pool:
         while (left := until - time.monotonic()) > 0:
             if not self._pairs and left > ROOM_S / 2:
                 return
-            for pipe in wait([one.pipe for one in self.decodes], left):
-                number, at, failure = pipe.recv()
+            ready = wait([one.pipe for one in self.decodes], left)
+            for decode in self.decodes:
+                if decode.pipe not in ready:
+                    continue
+                number, at, failure = decode.pipe.recv()
                 if failure:
                     raise SystemExit(f"room {number} failed: {failure}")
                 self._ends[number] = at
@@ -333,7 +335,8 @@ def _least(members: list[Member]) -> Member:
 def started(url: str, args: argparse.Namespace) -> Iterator[Pool]:
     """Run the processes, and end them."""
     context, sides = multiprocessing.get_context("spawn"), ("prefill", "decode")
-    processes, members = [], {side: [] for side in sides}
+    processes = []
+    members: dict[str, list[Member]] = {side: [] for side in sides}
     for side, count in zip(sides, args.instances.split("x"), strict=True):
         for index in range(int(count)):
             here, there = context.Pipe()
@@ -422,22 +425,23 @@ def measured_copies(args: argparse.Namespace) -> LinkCost:
         region[:] = 1
     addresses = [[region.ctypes.data for region in one] for one in memory]
     plan, request, pair = reshard(*sides), Request(NUM_TOKENS), RankPair(0, 0)
-    pieces_s, bulk_s, shape = [], [], None
+    pieces_s, bulk_s = [], []
     for place in (*range(NUM_ROOMS_AT_ONCE), *range(NUM_ROOMS_AT_ONCE)):
-        tables = [{"kv": PageTable(pages_of(side, place))} for side in ("prefill", "decode")]
-        views = [PagedView(one.map, table) for one, table in zip(pools, tables, strict=True)]
-        binding = bind(plan, pair, request, *views)
-        shape = shape_of(binding)
+        source, target = (
+            PagedView(one.map, {"kv": PageTable(pages_of(side, place))})
+            for side, one in zip(PAGE_TOKENS, pools, strict=True)
+        )
+        binding = bind(plan, pair, request, source, target)
         pieces_s.append(seconds_of(partial(copy_binding, binding, *addresses)))
         layer = place % len(memory[0])
         bulk = Binding.bulk(Base(0, layer, 0), Base(0, layer, 0), len(memory[0][layer]))
         bulk_s.append(seconds_of(partial(copy_binding, bulk, *addresses)))
     transport.close()
-    num_bytes = shape.num_bytes
+    num_bytes, num_pieces = binding.size
     bytes_per_s = len(memory[0][0]) / statistics.median(bulk_s)
     rest_s = statistics.median(pieces_s) - num_bytes / bytes_per_s
     return LinkCost(
-        descriptor_s=max(rest_s / shape.slices, 0.0),
+        descriptor_s=max(rest_s / num_pieces, 0.0),
         bytes_per_s=min(bytes_per_s, num_bytes / statistics.median(pieces_s)),
         copy_bytes_per_s=bytes_per_s,
         maps_peer=True,
