@@ -6,7 +6,8 @@ Prefill and decode processes carry rooms that begin at random (Poisson) times, e
 the fewest rooms, at a low, a middle and a high share of what the links can carry. The prediction
 knows when rooms begin and two measured costs, none of them from such rooms: of a write, by the
 endpoint when it connects, or for a transport that maps the peer by copies of a request's pages in
-one process; and of messages, by rooms of one page that begin one after the other. Every byte is
+one process; and of messages, by rooms of one page that begin one after the other. With
+``--gb-per-s`` each write takes as long as its bytes take on a link of that speed. Every byte is
 checked in the first room of each pair, and every room must end well. The last line is JSON; the
 exit status is 1 if at one load the hand-offs in flight are predicted wrong by more than 1, or the
 median by more than 30 %.
@@ -22,7 +23,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -57,9 +58,10 @@ from kvferry.plan.capacity import (
     limits_of,
     predict,
 )
-from kvferry.plan.choose import shape_of
 from kvferry.plan.places import Base, PageTable, contiguous_pools
 from kvferry.telemetry.observer import ObservedWrite, Observer
+from kvferry.transports.base import Transport, TransportSetup
+from kvferry.transports.shm import ShmTransport
 
 PAGE_TOKENS = {"prefill": 16, "decode": 64}
 NUM_TOKENS = 1024
@@ -118,6 +120,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--transport", default="nixl")
+    parser.add_argument("--gb-per-s", type=float, help="slow the writes of shm down to this speed")
     parser.add_argument("--instances", default="1x1", help="prefill and decode processes")
     parser.add_argument("--layers", type=int, default=16, help="16 layers are 64 MiB a room")
     parser.add_argument("--rooms", type=int, default=600, help="rooms of each load")
@@ -148,12 +151,24 @@ class Ended(NamedTuple):
 
 def pools_of(side: str, args: argparse.Namespace) -> tuple[Any, Layout, Any]:
     """Return a transport, a layout and its memory, with pages for all rooms at once."""
-    layout, transport = layout_of(side, args.layers), make_transport(args.transport)
+    layout = layout_of(side, args.layers)
+    transport = paced(args.gb_per_s) if args.gb_per_s else make_transport(args.transport)
     pages = NUM_ROOMS_AT_ONCE * NUM_TOKENS // PAGE_TOKENS[side]
     inner = (PAGE_TOKENS[side], 8, 128) if side == "prefill" else (8, PAGE_TOKENS[side], 128)
     shape = (args.layers, 2, pages, *inner)
     kv = transport.allocate(2 * int(np.prod(shape))).view(np.uint16).reshape(shape)
     return transport, layout, kv
+
+
+def paced(gb_per_s: float) -> Transport:
+    """Return a transport over shared memory whose writes take as long as on a link of a speed."""
+
+    def copy(pieces: Binding, sources: Sequence[int], targets: Sequence[int]) -> None:
+        until = time.monotonic() + pieces.size[0] / gb_per_s / 1e9
+        copy_binding(pieces, sources, targets)
+        time.sleep(max(0.0, until - time.monotonic()))
+
+    return ShmTransport(TransportSetup(agent=f"paced-{os.getpid()}", copy=copy))
 
 
 @functools.cache
@@ -281,8 +296,11 @@ class Pool:
         while (left := until - time.monotonic()) > 0:
             if not self._pairs and left > ROOM_S / 2:
                 return
-            for pipe in wait([one.pipe for one in self.decodes], left):
-                number, at, failure = pipe.recv()
+            ready = wait([one.pipe for one in self.decodes], left)
+            for decode in self.decodes:
+                if decode.pipe not in ready:
+                    continue
+                number, at, failure = decode.pipe.recv()
                 if failure:
                     raise SystemExit(f"room {number} failed: {failure}")
                 self._ends[number] = at
@@ -317,7 +335,8 @@ def _least(members: list[Member]) -> Member:
 def started(url: str, args: argparse.Namespace) -> Iterator[Pool]:
     """Run the processes, and end them."""
     context, sides = multiprocessing.get_context("spawn"), ("prefill", "decode")
-    processes, members = [], {side: [] for side in sides}
+    processes = []
+    members: dict[str, list[Member]] = {side: [] for side in sides}
     for side, count in zip(sides, args.instances.split("x"), strict=True):
         for index in range(int(count)):
             here, there = context.Pipe()
@@ -359,6 +378,7 @@ def measure(pool: Pool, args: argparse.Namespace) -> dict[str, Any]:
     _, at_once = pool.run([0.0] * NUM_AT_ONCE)
     return {
         "transport": args.transport,
+        "gb_per_s": args.gb_per_s,
         "instances": args.instances,
         "room_bytes": cost.num_bytes,
         "staged": cost.is_staged,
@@ -392,6 +412,9 @@ def measured_copies(args: argparse.Namespace) -> LinkCost:
     Copies a request's pages as a write does, and as many bytes in one piece. The medians give the
     cost of a piece and of a byte.
     """
+    if args.gb_per_s:
+        speed = 1e9 * args.gb_per_s
+        return LinkCost(descriptor_s=0, bytes_per_s=speed, copy_bytes_per_s=speed, maps_peer=True)
     transport = make_transport(args.transport)
     sides = [layout_of(side, args.layers) for side in ("prefill", "decode")]
     pools = [
@@ -402,22 +425,23 @@ def measured_copies(args: argparse.Namespace) -> LinkCost:
         region[:] = 1
     addresses = [[region.ctypes.data for region in one] for one in memory]
     plan, request, pair = reshard(*sides), Request(NUM_TOKENS), RankPair(0, 0)
-    pieces_s, bulk_s, shape = [], [], None
+    pieces_s, bulk_s = [], []
     for place in (*range(NUM_ROOMS_AT_ONCE), *range(NUM_ROOMS_AT_ONCE)):
-        tables = [{"kv": PageTable(pages_of(side, place))} for side in ("prefill", "decode")]
-        views = [PagedView(one.map, table) for one, table in zip(pools, tables, strict=True)]
-        binding = bind(plan, pair, request, *views)
-        shape = shape_of(binding)
+        source, target = (
+            PagedView(one.map, {"kv": PageTable(pages_of(side, place))})
+            for side, one in zip(PAGE_TOKENS, pools, strict=True)
+        )
+        binding = bind(plan, pair, request, source, target)
         pieces_s.append(seconds_of(partial(copy_binding, binding, *addresses)))
         layer = place % len(memory[0])
         bulk = Binding.bulk(Base(0, layer, 0), Base(0, layer, 0), len(memory[0][layer]))
         bulk_s.append(seconds_of(partial(copy_binding, bulk, *addresses)))
     transport.close()
-    num_bytes = shape.num_bytes
+    num_bytes, num_pieces = binding.size
     bytes_per_s = len(memory[0][0]) / statistics.median(bulk_s)
     rest_s = statistics.median(pieces_s) - num_bytes / bytes_per_s
     return LinkCost(
-        descriptor_s=max(rest_s / shape.slices, 0.0),
+        descriptor_s=max(rest_s / num_pieces, 0.0),
         bytes_per_s=min(bytes_per_s, num_bytes / statistics.median(pieces_s)),
         copy_bytes_per_s=bytes_per_s,
         maps_peer=True,
@@ -442,6 +466,7 @@ def compare(
     first = int(args.rooms * WARM_UP)
     seen = Seen(*percentiles(seconds[first:]), mean_in_flight(began, seconds, began[first]))
     told = told_by(predict(load_at(rate, args), cost, num_requests=args.rooms, seed=args.seed))
+    writes = pool.writes()
     error = Seen(
         told.p50_ms / seen.p50_ms - 1,
         told.p99_ms / seen.p99_ms - 1,
@@ -455,7 +480,7 @@ def compare(
         "p50_error": error.p50_ms,
         "p99_error": error.p99_ms,
         "in_flight_error": error.in_flight,
-        "write_ms": 1e3 * statistics.median(pool.writes()),
+        "write_ms": {"p50": 1e3 * statistics.median(writes), "mean": 1e3 * statistics.mean(writes)},
         "within_bars": abs(error.in_flight) <= 1 and abs(error.p50_ms) <= 0.3,
     }
 

@@ -91,7 +91,7 @@ def test_the_operations_page_has_a_diagram_for_each_case() -> None:
     page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     sections = page.split("\n## ")[1:]
     without = [one.splitlines()[0] for one in sections if not BLOCK.search(one)]
-    assert without == ["Timeouts", "What to alert on"]
+    assert without == ["Timeouts", "Size", "What to alert on"]
 
 
 @pytest.mark.parametrize(
