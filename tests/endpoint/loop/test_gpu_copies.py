@@ -8,17 +8,17 @@ from typing import Any
 
 from endpoint.jobs import NUM_BYTES, bulk, gather, scatter
 
-from kvferry.endpoint.jobs import CopyJob, ScatterJob
+from kvferry.endpoint.jobs import CopyJob, ProofJob, WriteJob
 from kvferry.endpoint.loop.gpu_copies import MAX_BATCH, GpuCopies
 from kvferry.errors import InputError, TransportError
 from kvferry.memory.copy.gpu_tables import GpuCopy
 from kvferry.plan.bind import Binding
 
 
-def results_of(jobs: Iterable[CopyJob]) -> list[tuple[int, str]]:
+def results_of(jobs: Iterable[CopyJob | ProofJob]) -> list[tuple[int, str]]:
     """Return number and problem of each finished job."""
     return [
-        (job.action.op, job.problem if isinstance(job, ScatterJob) else job.detail) for job in jobs
+        (job.action.op, job.detail if isinstance(job, WriteJob) else job.problem) for job in jobs
     ]
 
 
