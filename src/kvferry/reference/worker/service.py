@@ -95,11 +95,10 @@ class ServeJob:
     """One request: what it asks for, and what has become of it.
 
     ``ticket`` is None if the whole request is computed here. ``holder`` names an instance that may
-    have a prefix of it. ``queued``: the engine has the request,
-    which on prefill waits for decode's pages. ``answered``: nobody waits for more. ``prefix``
-    counts the prompt's tokens that were cached here, with the pulled ones, and ``cached`` those
-    that no worker computed for this request. ``report`` is how its cache came here. ``trace`` is
-    the caller's request id and trace.
+    have a prefix of it. ``queued``: the engine has the request, which on prefill waits for decode's
+    pages. ``answered``: nobody waits for more. ``prefix`` counts the prompt's tokens that were
+    cached here, with the pulled ones, and ``cached`` those that no worker computed for this
+    request. ``report`` is how its cache came here. ``trace`` is the caller's request id and trace.
     """
 
     request: EngineRequest
