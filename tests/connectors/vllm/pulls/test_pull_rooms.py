@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from kvferry.connectors.vllm.metadata import (
     SendPrefix,
 )
 from kvferry.connectors.vllm.pulls.lookup_channel import LookupServer
+from kvferry.connectors.vllm.pulls.pull_rooms import PulledRoom
 from kvferry.connectors.vllm.settings import read_settings
 from kvferry.connectors.vllm.worker import ConnectorWorker
 
@@ -175,3 +177,16 @@ def test_a_room_that_can_not_be_opened_is_given_back(undo: ExitStack) -> None:
     holder.own.begin_step(PrefillMetadata([OpenRoom("p", "twice", 16)]))
     holder.step(sent=[SendPrefix("twice", 16, ((5,),), b"d", WAIT_S)])
     assert holder.reported.sent == {"twice": 1}
+
+
+@pytest.mark.parametrize(
+    ("failure", "released", "is_released"),
+    [(None, False, True), ("timeout", False, False), ("timeout", True, True)],
+)
+def test_blocks_of_a_failed_pull_are_held_until_nothing_writes_them(
+    failure: str | None, released: bool, is_released: bool
+) -> None:
+    handle: Any = SimpleNamespace(outcome="over", failure=failure, released=released)
+    room = PulledRoom(handle, 0.0)
+    assert room.is_done
+    assert room.is_released is is_released
