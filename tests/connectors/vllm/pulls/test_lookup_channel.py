@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
 
 import pytest
 
-from kvferry import Peer, PrefixQuery
+from kvferry import Peer, PrefixQuery, Room
 from kvferry.connectors.vllm.pulls.lookup_channel import LookupClient, LookupServer
 
 WAIT_S = 20.0
@@ -50,22 +49,22 @@ def test_before_the_first_step_nothing_is_held() -> None:
     assert LookupClient().holds(query()) == 0
 
 
-def test_an_answer_that_comes_too_late_is_not_taken() -> None:
-    woken = threading.Event()
-    server, client = LookupServer(woken.set), LookupClient()
+def test_a_question_whose_time_is_over_is_not_answered() -> None:
+    taken: list[Room] = []
+
+    def wake() -> None:
+        """Step when the second question comes, which is served after the first."""
+        if len(server) == 2:
+            pending = server.take()
+            assert pending is not None
+            taken.append(pending.question.room)
+            pending.held.set_result(48)
+
+    server, client = LookupServer(wake), LookupClient()
     client.address = server.address
-    assert client.holds(query(deadline_s=0.05)) == 0
-    assert woken.wait(WAIT_S)
-    eventually(lambda: server.take() is None)
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    waiter = threading.Event()
-    for _ in range(1000):
-        if holds():
-            return
-        waiter.wait(0.01)
-    raise AssertionError
+    assert client.holds(query("first", deadline_s=0.05)) == 0
+    assert client.holds(query("second")) == 48
+    assert taken == ["second"]
 
 
 def test_a_scheduler_that_is_gone_holds_nothing() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from kvferry.connectors.vllm.metadata import (
     SendPrefix,
 )
 from kvferry.connectors.vllm.pulls.lookup_channel import LookupServer
+from kvferry.connectors.vllm.pulls.pull_rooms import PulledRoom
 from kvferry.connectors.vllm.settings import read_settings
 from kvferry.connectors.vllm.worker import ConnectorWorker
 
@@ -45,13 +47,15 @@ class Worker:
         self.own.register(held, engine, sends=True, receives=True, fails_early=False)
         undo.callback(self.own.close)
         self.reported = RankReport()
+        self.steps_end = True
 
     def step(self, **pulls: Any) -> None:
         """Run a step that computes nothing."""
         metadata = PullMetadata(**pulls)
         self.own.begin_step(PrefillMetadata(), metadata)
         self.own.start_receives(DecodeMetadata(), metadata)
-        self.own.end_step(PrefillMetadata())
+        if self.steps_end:
+            self.own.end_step(PrefillMetadata())
         self.reported = self.reported.plus(self.own.take_report({}))
 
     def step_until(self, what: str) -> None:
@@ -122,6 +126,17 @@ def test_a_part_of_the_chain_is_pulled(undo: ExitStack, prefix: int) -> None:
     assert counts["bytes_sent"] == LAYERS * (80 - prefix) * HEADS * CONTENT * 2
 
 
+def test_after_a_step_without_an_end_the_next_one_sends(undo: ExitStack) -> None:
+    """vLLM 0.30 calls no hook at the end of a step that computes nothing."""
+    pair = Pair(undo, 80)
+    pair.holder.steps_end = False
+    pair.pull()
+    pair.answer()
+    pair.holder.step()
+    pair.asker.step_until("received")
+    assert pair.asker.reported.pulled == {"room": [80]}
+
+
 def test_a_holder_with_nothing_is_no_failure(undo: ExitStack) -> None:
     pair = Pair(undo, 0)
     pair.pull()
@@ -162,3 +177,16 @@ def test_a_room_that_can_not_be_opened_is_given_back(undo: ExitStack) -> None:
     holder.own.begin_step(PrefillMetadata([OpenRoom("p", "twice", 16)]))
     holder.step(sent=[SendPrefix("twice", 16, ((5,),), b"d", WAIT_S)])
     assert holder.reported.sent == {"twice": 1}
+
+
+@pytest.mark.parametrize(
+    ("failure", "released", "is_released"),
+    [(None, False, True), ("timeout", False, False), ("timeout", True, True)],
+)
+def test_blocks_of_a_failed_pull_are_held_until_nothing_writes_them(
+    failure: str | None, released: bool, is_released: bool
+) -> None:
+    handle: Any = SimpleNamespace(outcome="over", failure=failure, released=released)
+    room = PulledRoom(handle, 0.0)
+    assert room.is_done
+    assert room.is_released is is_released

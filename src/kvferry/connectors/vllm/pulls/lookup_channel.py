@@ -90,9 +90,9 @@ class LookupServer:
         self._socket.listen()
         threading.Thread(target=self._run, name="kvferry-lookups", daemon=True).start()
 
-    def __bool__(self) -> bool:
-        """Whether look-ups wait."""
-        return bool(self._pending)
+    def __len__(self) -> int:
+        """Return how many look-ups wait."""
+        return len(self._pending)
 
     def take(self) -> PendingLookup | None:
         """Return a look-up that somebody waits for; None if there is none."""
