@@ -13,12 +13,13 @@ import aiohttp
 import msgspec
 
 from kvferry.http.sse import EventReader
-from kvferry.router.bodies import ID_BITS, OWN_FIELD, STREAM_FIELDS, ApiCall
+from kvferry.router.bodies import ID_BITS, OWN_FIELD, REPORT, STREAM_FIELDS, ApiCall
 from kvferry.router.first_token import Continuation, may_continue
 from kvferry.router.options import EngineName, replicated
 from kvferry.router.streams import DONE
 from kvferry.router.upstream import (
     TRANSFER_FAILED,
+    WORKER_DRAINING,
     AttemptOutcome,
     FailedAttempt,
     FaultDomain,
@@ -84,6 +85,17 @@ class EngineAdapter(ABC):
         """Return the body for the decode worker that continues the stream."""
         return self.for_decode(rest.call, room, prefill, deadline_s)
 
+    def can_move(self, call: ApiCall) -> bool:
+        """Return whether another worker can go on with the call's answer; see ``moving``."""
+        return False
+
+    def for_move(self, rest: ApiCall, room: int, holder: str, deadline_s: float) -> bytes:
+        """Return the body for a decode worker that sends the rest of an answer.
+
+        It pulls what is computed from the instance ``holder``.
+        """
+        return self.whole(rest)
+
     def num_events(self, call: ApiCall) -> int:
         """Return how many events of a stream show that its worker computes the answer."""
         return 1
@@ -110,11 +122,24 @@ class KvferryAdapter(EngineAdapter):
     def for_decode(self, call: ApiCall, room: int, prefill: str, deadline_s: float) -> bytes:
         """Add the room and the prefill worker's name."""
         own = {"room": room, "prefill": prefill, "deadline_s": deadline_s}
-        return msgspec.json.encode(call.body | {OWN_FIELD: own})
+        return self._answer(call, {OWN_FIELD: own})
 
     def whole(self, call: ApiCall) -> bytes:
         """Return the client's body."""
-        return msgspec.json.encode(call.body)
+        return self._answer(call, {})
+
+    def can_move(self, call: ApiCall) -> bool:
+        """Accept every stream: the worker supports no request whose rest would differ."""
+        return call.stream
+
+    def _answer(self, call: ApiCall, more: dict[str, Any]) -> bytes:
+        """Return a decode worker's body, which asks for the token ids of a stream."""
+        ids = {REPORT: True} if call.stream else {}
+        return msgspec.json.encode(call.body | ids | more)
+
+    def rejects(self, outcome: AttemptOutcome) -> bool:
+        """Return whether the worker drains."""
+        return isinstance(outcome, FailedAttempt) and outcome.code == WORKER_DRAINING
 
     async def check_health(
         self, session: aiohttp.ClientSession, worker: Worker, nonce: str

@@ -23,9 +23,10 @@ from kvferry.router.adapters import EngineAdapter
 from kvferry.router.bodies import ApiCall, new_id
 from kvferry.router.first_token import Continuation, continuation
 from kvferry.router.metrics import RouterMetrics
+from kvferry.router.moving import StreamMover
 from kvferry.router.options import FirstTokenFrom, OnFailure, RouterOptions
 from kvferry.router.queue import RequestQueue
-from kvferry.router.streams import WholeEvents, begin, end_with, relay
+from kvferry.router.streams import StreamPart, begin, end_with, relay
 from kvferry.router.upstream import (
     AttemptOutcome,
     FailedAttempt,
@@ -33,6 +34,7 @@ from kvferry.router.upstream import (
     OpenResponse,
     Upstream,
     cancel_and_wait,
+    client_error,
     is_prefill_failure,
     new_session,
 )
@@ -126,11 +128,6 @@ def _no_worker(tried: AttemptState, role: WorkerRole, remedy: str) -> ApiError:
     return ApiError(503, f"no {role} worker is up; {remedy}", code=f"no_{role}_worker")
 
 
-def client_error(failure: FailedAttempt) -> ApiError:
-    """Return the error for the client after the last failure."""
-    return ApiError(failure.status, failure.message, code=failure.code, document=failure.document)
-
-
 class Forwarder:
     """Forwards clients' requests to workers, until ``close``."""
 
@@ -172,7 +169,14 @@ class Forwarder:
                 return await self._continue(upstream, response, opened, deadline)
             if call.stream:
                 response = await begin(request, headers, opened.response.response.headers)
-                return await relay(response, opened.response, WholeEvents(), deadline)
+                if not self._adapter.can_move(call):
+                    return await relay(response, StreamPart(opened.response), deadline)
+                mover = StreamMover(
+                    *(call, self._pool, self._adapter, self._metrics),
+                    send=partial(self._send, upstream),
+                    begin_anew=partial(self._begin_anew, upstream, tried),
+                )
+                return await relay(response, mover.part(opened.response), deadline, mover.following)
             return web.Response(body=opened.response.head, content_type=JSON, headers=headers)
 
     @contextlib.asynccontextmanager
@@ -198,7 +202,7 @@ class Forwarder:
                 opened = await self._open_rest(upstream, first)
         except ApiError as error:
             return await end_with(response, error)
-        return await relay(response, opened, WholeEvents(first.rest.rewrite), deadline)
+        return await relay(response, StreamPart(opened, first.rest.rewrite), deadline)
 
     async def _open_rest(self, upstream: Upstream, first: FirstTokenOpened) -> OpenResponse:
         """Ask the decode worker of the pair; if it fails, begin anew with the longer prompt."""
@@ -216,6 +220,18 @@ class Forwarder:
             return outcome
         self._record_failure(rest.call, tried, first.pair, outcome)
         opened = await self._open(upstream, rest.call, tried, from_prefill=False)
+        assert not isinstance(opened, FirstTokenOpened)
+        return opened.response
+
+    async def _begin_anew(
+        self, upstream: Upstream, tried: AttemptState, call: ApiCall, failure: FailedAttempt
+    ) -> OpenResponse:
+        """Begin a call anew that has failed at a decode worker; raise if no attempt is left."""
+        tried.attempts += 1
+        tried.queued_until = asyncio.get_running_loop().time() + self._options.queue_s
+        self._metrics.attempt(failure)
+        self._record_failure(call, tried, WorkerPair(None, failure.worker), failure)
+        opened = await self._open(upstream, call, tried, from_prefill=False)
         assert not isinstance(opened, FirstTokenOpened)
         return opened.response
 

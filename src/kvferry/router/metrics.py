@@ -40,6 +40,13 @@ class RouterMetrics:
             "Streams whose first token came from prefill",
             registry=self.registry,
         )
+        self.moves = Histogram(
+            "kvferry_router_move_seconds",
+            "Seconds for which a stream paused until another worker sent its rest",
+            ["reason"],
+            buckets=BUCKETS,
+            registry=self.registry,
+        )
         self.queued = Gauge(
             "kvferry_router_queued",
             "Requests that wait for a worker that is not full",
