@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from kvferry.plan.places import Base, Placement, PoolMap, Pools, contiguous_pools
     from kvferry.plan.plan import Plan, Request
     from kvferry.plan.reshard import reshard
-    from kvferry.prefix import PrefixChain, prefix_chain
+    from kvferry.prefix import SPAN_TOKENS, PrefixChain, prefix_chain, span_digests
     from kvferry.protocol.outcome import Done, Failure, FailureCode, Outcome, Status
     from kvferry.regions import Device, Region
     from kvferry.security.keys import ClusterKey, checked_bind_address, resolve_ip
@@ -83,6 +83,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_NAME",
+    "SPAN_TOKENS",
     "Base",
     "CacheSpec",
     "ClusterKey",
@@ -179,6 +180,7 @@ __all__ = [
     "ready_transports",
     "reshard",
     "resolve_ip",
+    "span_digests",
     "spec_from_config",
     "touched_pages",
     "warm_up",
@@ -225,7 +227,7 @@ _HOMES = {
     "plan.places": "Base Placement PoolMap Pools contiguous_pools",
     "plan.plan": "Plan Request",
     "plan.reshard": "reshard",
-    "prefix": "PrefixChain prefix_chain",
+    "prefix": "SPAN_TOKENS PrefixChain prefix_chain span_digests",
     "protocol.outcome": "Done Failure FailureCode Outcome Status",
     "regions": "Device Region",
     "security.keys": "ClusterKey checked_bind_address resolve_ip",

@@ -108,6 +108,11 @@ def common_tokens(one: bytes, two: bytes) -> int:
     return low * SPAN_TOKENS
 
 
+def span_digests(short: bytes) -> list[bytes]:
+    """Return the digests of a short chain, one for each span."""
+    return [short[at : at + SHORT_BYTES] for at in range(0, len(short), SHORT_BYTES)]
+
+
 def chain_tokens(short: bytes) -> int:
     """Return the number of tokens that a short chain covers."""
     return len(short) // SHORT_BYTES * SPAN_TOKENS

@@ -22,7 +22,7 @@ from kvferry.reference.engine.requests import StepPlan
 from kvferry.reference.models.tiny import TinyKind
 from kvferry.reference.options import InstanceOptions
 from kvferry.reference.ranks.rank import MakeExtension
-from kvferry.reference.transfer.extensions import DecodeExtension, PrefillExtension
+from kvferry.reference.transfer.extensions import PrefillExtension, RoomExtension
 from kvferry.reference.worker.instance import extension_for
 from kvferry.router.options import OnFailure, RouterOptions
 from kvferry.router.serving import serving
@@ -47,7 +47,7 @@ class BreakingPrefill(PrefillExtension):
         super().before(plan)
 
 
-class BreakingDecode(DecodeExtension):
+class BreakingDecode(RoomExtension):
     def before(self, plan: StepPlan) -> None:
         demand_harmless(plan)
         super().before(plan)

@@ -89,7 +89,7 @@ class EngineAdapter(ABC):
         """Return whether another worker can go on with the call's answer; see ``moving``."""
         return False
 
-    def for_move(self, rest: ApiCall, room: int, holder: str, deadline_s: float) -> bytes:
+    def for_move(self, rest: ApiCall, holder: str) -> bytes:
         """Return the body for a decode worker that sends the rest of an answer.
 
         It pulls what is computed from the instance ``holder``.
@@ -131,6 +131,10 @@ class KvferryAdapter(EngineAdapter):
     def can_move(self, call: ApiCall) -> bool:
         """Accept every stream: the worker supports no request whose rest would differ."""
         return call.stream
+
+    def for_move(self, rest: ApiCall, holder: str) -> bytes:
+        """Add the holder's name."""
+        return self._answer(rest, {OWN_FIELD: {"holder": holder}})
 
     def _answer(self, call: ApiCall, more: dict[str, Any]) -> bytes:
         """Return a decode worker's body, which asks for the token ids of a stream."""

@@ -21,7 +21,7 @@ import msgspec
 
 from kvferry.http.sse import ServerEvent
 from kvferry.router.adapters import EngineAdapter
-from kvferry.router.bodies import ANSWERED, REPORT, ApiCall, new_id
+from kvferry.router.bodies import ANSWERED, REPORT, ApiCall
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.streams import StreamPart
 from kvferry.router.upstream import (
@@ -37,8 +37,8 @@ from kvferry.telemetry.logs.context import in_room
 
 log = logging.getLogger("kvferry.router")
 
-# Time for another worker to begin the rest of a stream, and for its pull.
-MOVE_S, PULL_S = 10.0, 5.0
+# Time for another worker to pull what is computed and to begin the rest of a stream.
+MOVE_S = 10.0
 
 Send = Callable[[Worker, ApiCall, bytes], Awaitable[AttemptOutcome]]
 # Takes a failure and begins the call anew; raises ``ApiError`` if no attempt is left.
@@ -179,9 +179,9 @@ class StreamMover:
         """Ask another worker for the rest; return None if it does not begin."""
         target = self._other()
         assert target is not None
-        rest, room = self._answer.rest, new_id()
-        in_room(room)
-        body = self._adapter.for_move(rest, room, source.name, PULL_S)
+        rest = self._answer.rest
+        body = self._adapter.for_move(rest, source.name)
+        in_room(None)
         try:
             with source.count_request(), target.count_request():
                 async with asyncio.timeout(MOVE_S):

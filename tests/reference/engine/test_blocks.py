@@ -152,3 +152,71 @@ def test_every_page_is_in_one_place_whatever_happens(
         blocks.release(allocation)
     blocks.check()
     assert blocks.num_used == 0
+
+
+@pytest.mark.parametrize("size", [4, 16, 24, 64])
+@settings(max_examples=60, deadline=None)
+@given(
+    history=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 150), st.integers(20, 190)), max_size=12
+    ),
+    asked=st.tuples(st.integers(0, 3), st.integers(0, 150), st.integers(0, 190)),
+)
+def test_what_is_held_of_a_chain_has_its_tokens(
+    size: int, history: list[tuple[int, int, int]], asked: tuple[int, int, int]
+) -> None:
+    """Also if pages between were evicted, and if two sequences differ within a page."""
+    blocks = Blocks(640 // size, size)
+    contents: dict[int, tuple[int, ...]] = {}
+    for kind, shared, length in history:
+        tokens = sequence(kind, shared, length)
+        if (allocation := blocks.allocate(tokens, length, reuse=length)) is None:
+            continue
+        for number in range(allocation.prefix // size, length // size):
+            contents[allocation.pages[number]] = tokens[: (number + 1) * size]
+        blocks.publish(allocation, tokens)
+        blocks.release(allocation)
+    tokens = sequence(*asked)
+    held = blocks.hold(blocks.chain_of(tokens).short)
+    blocks.check()
+    if held is None:
+        return
+    assert 0 < held.tokens <= len(tokens)
+    assert held.digest == blocks.chain_of(tokens).digest(held.tokens)
+    for number, page in enumerate(held.allocation.pages):
+        end = min((number + 1) * size, held.tokens)
+        assert contents[page][:end] == tokens[:end]
+    assert blocks.num_used == len(held.allocation.pages) == blocks.pages_for(held.tokens)
+    blocks.release(held.allocation)
+    blocks.check()
+    assert blocks.num_used == 0
+
+
+def sequence(kind: int, shared: int, length: int) -> tuple[int, ...]:
+    """Sequences of all kinds begin alike."""
+    return tuple(i % 7 if i < shared else 10 * kind + i % 5 for i in range(length))
+
+
+def test_all_full_pages_of_a_sequence_are_held() -> None:
+    for size, held_tokens in ((4, 96), (16, 96), (24, 96), (64, 64)):
+        blocks, tokens = Blocks(40, size), tuple(range(100))
+        blocks.release(fill(blocks, list(tokens)))
+        held = blocks.hold(blocks.chain_of((*tokens, *range(60))).short)
+        assert held is not None
+        assert held.tokens == held_tokens
+        # Half of what is held, and another end.
+        held = blocks.hold(blocks.chain_of((*tokens[:50], *range(60))).short)
+        assert held is not None
+        assert held.tokens == 48
+        assert blocks.hold(blocks.chain_of(tokens[1:60]).short) is None
+
+
+def test_what_is_held_is_not_evicted() -> None:
+    blocks, tokens = Blocks(4, 16), tuple(range(64))
+    blocks.release(fill(blocks, list(tokens)))
+    held = blocks.hold(blocks.chain_of(tokens[:32]).short)
+    assert held is not None
+    blocks.release(take(blocks, list(range(500, 532))))
+    assert blocks.allocate([1], 48, reuse=1) is None
+    blocks.release(held.allocation)
+    assert take(blocks, list(tokens[:32])).prefix == 32

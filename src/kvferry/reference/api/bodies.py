@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import asdict
 
-from kvferry import InputError
+from kvferry import MAX_NAME, InputError, Room
 from kvferry.http.api_errors import ApiError, invalid
 from kvferry.reference.engine.requests import EngineRequest, EngineRole, Sampling
 from kvferry.reference.models.tokenizer import Tokenizer
@@ -38,6 +38,24 @@ UNSUPPORTED = {
 _AT = re.compile(r" - at `\$\.?([^`.\[]*)[^`]*`$")
 
 Positive = Annotated[int, Meta(ge=1)]
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
+
+
+class OwnField(msgspec.Struct, frozen=True, kw_only=True):
+    """The field ``kvferry``: the room in which the prompt's cache travels, and who may have it.
+
+    ``prefill`` names the source instance; only decode reads it. ``holder`` names an instance from
+    which the prompt's prefix is pulled. Without a room this worker computes the whole request.
+    """
+
+    room: Room | None = None
+    deadline_s: Annotated[float, Meta(gt=0, le=3600)] | None = None
+    prefill: Name | None = None
+    holder: Name | None = None
+
+    def __post_init__(self) -> None:
+        if self.room is None and self.holder is None:
+            raise ValueError("give a room, a holder, or both")
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +72,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     answered_token_ids: list[int] | None = None
-    kvferry: Ticket | None = None
+    kvferry: OwnField | None = None
 
 
 class CompletionBody(Body, frozen=True, kw_only=True):
@@ -127,12 +145,15 @@ def _decoded(data: bytes, kind: type[B], serving: Serving) -> B:
 
 
 def _job(body: Body, serving: Serving, prompt: list[int], max_tokens: int) -> ServeJob:
-    options, ticket, now = serving.options, body.kvferry, time.monotonic()
+    options, own, now = serving.options, body.kvferry, time.monotonic()
     is_chat, answered = isinstance(body, ChatBody), body.answered_token_ids or []
+    ticket = None
+    if own is not None and own.room is not None:
+        ticket = Ticket(own.room, own.prefill or "")
     role = EngineRole.WHOLE if ticket is None else EngineRole(str(options.role))
     if ticket is not None and options.discovery is None:
         raise invalid("this worker has no discovery service, so it takes no rooms", "kvferry")
-    if ticket is not None and ticket.prefill is None and role is EngineRole.DECODE:
+    if ticket is not None and not ticket.prefill and role is EngineRole.DECODE:
         raise invalid("name the prefill instance as kvferry.prefill", "kvferry")
     try:
         request = EngineRequest(
@@ -159,12 +180,13 @@ def _job(body: Body, serving: Serving, prompt: list[int], max_tokens: int) -> Se
             param,
             "context_length_exceeded",
         )
-    wanted_s = (ticket and ticket.deadline_s) or options.deadline_s
+    wanted_s = (own and own.deadline_s) or options.deadline_s
     return ServeJob(
         request=request,
         # No caller holds the worker's pages for longer than the worker allows.
         transfer_deadline=now + min(wanted_s, options.deadline_s),
         ticket=ticket,
+        holder=(own and own.holder) or "",
         is_chat=is_chat,
         streams=bool(body.stream) and role is not EngineRole.PREFILL,
         wants_usage=bool((body.stream_options or {}).get("include_usage")),

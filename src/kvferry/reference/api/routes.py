@@ -223,7 +223,7 @@ class AnswerWriter:
             "prompt_tokens": num_prompt,
             "completion_tokens": self._num_tokens,
             "total_tokens": num_prompt + self._num_tokens,
-            "prompt_tokens_details": {"cached_tokens": min(self._job.prefix, num_prompt)},
+            "prompt_tokens_details": {"cached_tokens": min(self._job.cached, num_prompt)},
         }
 
     def _report(self) -> Document:

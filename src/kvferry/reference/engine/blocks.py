@@ -2,44 +2,83 @@
 
 A page is in exactly one of three places: free, in use by one or more requests, or kept
 (unused, but with known contents that a request with the same prefix can share). Kept pages
-are evicted least recently used first. A full page's key is a digest of its tokens and the
-key of the page before it, so equal keys mean equal prefixes.
+are evicted least recently used first. A full page's key covers its tokens and all before them,
+so equal keys mean equal prefixes. Keys come from the digest chain by which instances ask each
+other for prefixes (``kvferry.prefix_chain``), so such a question is answered from the same table.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
+from functools import lru_cache, partial
 
-from kvferry import Misuse
+from kvferry import SPAN_TOKENS, Misuse, PrefixChain, prefix_chain, span_digests
+
+ChainOf = Callable[[Sequence[int]], PrefixChain]
+UNNAMED: ChainOf = partial(prefix_chain, model="", dtype="")
+# Prompts whose chains are remembered: a request that waits for pages is looked up in each step.
+RECENT_CHAINS = 8
 
 
 @dataclass(eq=False, slots=True)
 class BlockAllocation:
-    """One request's pages in token order; ``prefix`` tokens are shared."""
+    """One request's pages in token order; ``prefix`` tokens are shared. ``chain``: its prompt's."""
 
     pages: list[int]
     prefix: int
     keys: list[bytes]
+    chain: PrefixChain
     released: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class HeldPrefix:
+    """Pages with the first ``tokens`` tokens of a sequence. ``digest`` is that of its chain."""
+
+    allocation: BlockAllocation
+    tokens: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KnownPage:
+    """A page whose contents can be shared.
+
+    ``before`` is the key of the page before it. ``spans`` are the short digests of the chain's
+    spans that end in the page.
+    """
+
+    key: bytes
+    before: bytes
+    spans: tuple[bytes, ...]
 
 
 class Blocks:
     """All pages of an instance; every rank has the same numbers."""
 
-    def __init__(self, num_pages: int, page_tokens: int, *, keep: bool = True) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_tokens: int,
+        *,
+        keep: bool = True,
+        chain_of: ChainOf = UNNAMED,
+    ) -> None:
         self.page_tokens = page_tokens
         self.num_pages = num_pages
-        self._keep = keep
+        self.keep = keep
+        self.chain_of: ChainOf = lru_cache(RECENT_CHAINS)(chain_of)
         self._free = deque(range(num_pages))
         self._users = [0] * num_pages
         # Unused pages with known contents, the least recently used first.
         self._kept: OrderedDict[int, None] = OrderedDict()
+        self._known: dict[int, KnownPage] = {}
         self._page_of: dict[bytes, int] = {}
-        self._key_of: dict[int, bytes] = {}
+        # A page in which a span ends, and the span's full digest, by its short digest.
+        self._spans: dict[bytes, tuple[int, bytes]] = {}
 
     @property
     def num_available(self) -> int:
@@ -62,28 +101,52 @@ class Blocks:
 
         Return None, with nothing changed, if there are not enough pages.
         """
-        keys, shared = self._find(prompt[:reuse])
+        prompt = tuple(prompt)
+        chain = self.chain_of(prompt if self.keep else ())
+        keys, shared = self._find(prompt[:reuse], chain)
         num_new = self.pages_for(num_tokens) - len(shared)
         if num_new > self.num_available - sum(page in self._kept for page in shared):
             return None
-        for page in shared:
-            self._kept.pop(page, None)
-            self._users[page] += 1
+        self._use(shared)
         pages = shared + [self._take() for _ in range(num_new)]
-        return BlockAllocation(pages, len(shared) * self.page_tokens, keys)
+        return BlockAllocation(pages, len(shared) * self.page_tokens, keys, chain)
+
+    def hold(self, asked: bytes) -> HeldPrefix | None:
+        """Share the pages of the longest prefix of a short chain; None if there are none."""
+        pages: list[int] = []
+        held, digest = 0, b""
+        for number, short in enumerate(span_digests(asked), 1):
+            if short not in self._spans:
+                continue
+            page, full = self._spans[short]
+            # A page that is only partly held may be another sequence's, and differ behind that.
+            known = pages[: held // self.page_tokens]
+            rest = self._back_from(page, self.pages_for(number * SPAN_TOKENS) - len(known))
+            if rest is not None:
+                pages, held, digest = known + rest, number * SPAN_TOKENS, full
+        if not held:
+            return None
+        self._use(pages)
+        return HeldPrefix(BlockAllocation(pages, held, [], self.chain_of(())), held, digest)
 
     def publish(self, allocation: BlockAllocation, tokens: Sequence[int]) -> None:
         """Make full pages of these first tokens, whose entries are written, shareable."""
-        if not self._keep:
+        keys, size = allocation.keys, self.page_tokens
+        if not self.keep or len(tokens) // size <= len(keys):
             return
-        known = len(allocation.keys)
-        last = allocation.keys[-1] if known else b""
-        pages = allocation.pages[known:]
-        for page, key in zip(pages, self._chain(tokens, known, last), strict=False):
-            allocation.keys.append(key)
+        if allocation.chain.num_tokens < len(tokens) - len(tokens) % SPAN_TOKENS:
+            allocation.chain = self.chain_of(tuple(tokens))
+        chain, shorts = allocation.chain, span_digests(allocation.chain.short)
+        for number in range(len(keys), len(tokens) // size):
+            first, end, page = number * size, (number + 1) * size, allocation.pages[number]
+            key, before = _key(chain, tokens, end), keys[-1] if keys else b""
+            keys.append(key)
             # If another page has the same contents, that one stays the shared one.
             if self._page_of.setdefault(key, page) == page:
-                self._key_of[page] = key
+                spans = range(first // SPAN_TOKENS, end // SPAN_TOKENS)
+                self._known[page] = KnownPage(key, before, tuple(shorts[span] for span in spans))
+                for span in spans:
+                    self._spans[shorts[span]] = page, chain.digest((span + 1) * SPAN_TOKENS)
 
     def release(self, allocation: BlockAllocation) -> None:
         """Give back the pages of a request, once."""
@@ -93,7 +156,7 @@ class Blocks:
         # Backwards, so that the end of a prompt is evicted before its beginning.
         for page in reversed(allocation.pages):
             self._users[page] -= 1
-            if not self._users[page] and page in self._key_of:
+            if not self._users[page] and page in self._known:
                 self._kept[page] = None
             elif not self._users[page]:
                 self._free.append(page)
@@ -103,32 +166,55 @@ class Blocks:
         used = [page for page, users in enumerate(self._users) if users]
         assert sorted([*self._free, *self._kept, *used]) == list(range(self.num_pages))
         assert min(self._users, default=0) >= 0
-        assert set(self._kept) <= set(self._key_of)
-        assert not set(self._free) & set(self._key_of)
-        assert self._page_of == {key: page for page, key in self._key_of.items()}
+        assert set(self._kept) <= set(self._known)
+        assert not set(self._free) & set(self._known)
+        assert self._page_of == {known.key: page for page, known in self._known.items()}
+        for short, (page, digest) in self._spans.items():
+            assert short in self._known[page].spans
+            assert digest.startswith(short)
 
-    def _find(self, prompt: Sequence[int]) -> tuple[list[bytes], list[int]]:
+    def _find(self, prompt: Sequence[int], chain: PrefixChain) -> tuple[list[bytes], list[int]]:
         """Return keys and pages of the longest known prefix."""
         keys: list[bytes] = []
-        for key in self._chain(prompt, 0, b"") if self._keep else ():
-            if key not in self._page_of:
-                break
-            keys.append(key)
+        if self.keep:
+            for end in range(self.page_tokens, len(prompt) + 1, self.page_tokens):
+                key = _key(chain, prompt, end)
+                if key not in self._page_of:
+                    break
+                keys.append(key)
         return keys, [self._page_of[key] for key in keys]
 
-    def _chain(self, tokens: Sequence[int], first_page: int, last: bytes) -> Iterator[bytes]:
-        """Yield the keys of the full pages from ``first_page`` on."""
-        size = self.page_tokens
-        for start in range(first_page * size, len(tokens) - size + 1, size):
-            page = array("q", tokens[start : start + size]).tobytes()
-            last = blake2b(last + page, digest_size=16).digest()
-            yield last
+    def _back_from(self, page: int, number: int) -> list[int] | None:
+        """Return ``number`` pages that end with this one; None if one of them is gone."""
+        pages = [page]
+        while len(pages) < number:
+            before = self._page_of.get(self._known[pages[-1]].before)
+            if before is None:
+                return None
+            pages.append(before)
+        return pages[::-1]
+
+    def _use(self, shared: Sequence[int]) -> None:
+        for page in shared:
+            self._kept.pop(page, None)
+            self._users[page] += 1
 
     def _take(self) -> int:
         if self._free:
             page = self._free.popleft()
         else:
             page, _ = self._kept.popitem(last=False)
-            del self._page_of[self._key_of.pop(page)]
+            known = self._known.pop(page)
+            del self._page_of[known.key]
+            for short in known.spans:
+                # Another page that begins alike may have the entry.
+                if self._spans.get(short, (None,))[0] == page:
+                    del self._spans[short]
         self._users[page] = 1
         return page
+
+
+def _key(chain: PrefixChain, tokens: Sequence[int], end: int) -> bytes:
+    """Return the key of the page that ends at ``end``: the last span's digest, and the rest."""
+    whole = end - end % SPAN_TOKENS
+    return (chain.digest(whole) if whole else b"") + array("q", tokens[whole:end]).tobytes()

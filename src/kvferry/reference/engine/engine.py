@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from kvferry import InputError
+from kvferry import InputError, prefix_chain
 from kvferry.reference.engine.blocks import Blocks
 from kvferry.reference.engine.requests import (
     EngineRequest,
@@ -59,7 +59,12 @@ class Engine:
         if options.device == "cuda" and not torch.cuda.is_available():
             raise InputError("torch finds no GPU here; use --device cpu")
         blocks = Blocks(
-            -(-options.cache_tokens // options.page), options.page, keep=options.prefix_cache
+            -(-options.cache_tokens // options.page),
+            options.page,
+            keep=options.prefix_cache,
+            chain_of=lambda tokens: prefix_chain(
+                tokens, model=self.model, dtype=str(options.dtype)
+            ),
         )
         self.scheduler = Scheduler(
             blocks,
@@ -71,6 +76,11 @@ class Engine:
         self.in_step: frozenset[str] = frozenset()
         self._commands: list[bytes] = []
         self.ranks = Ranks(RankSetup(folder, options, blocks.num_pages, extend))
+
+    @property
+    def model(self) -> str:
+        """What other instances of the model must have in common with this one, for digests."""
+        return self.ranks.worker.extension.model
 
     @property
     def idle(self) -> bool:

@@ -31,7 +31,10 @@ class Extension:
 
     Called on the rank's thread, in this order: ``allocate``, ``start``, then ``before`` and
     ``after`` around every step with ``computed`` for each layer between them, and ``close``.
+    ``model`` is what other instances must have in common with this one.
     """
+
+    model = ""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

@@ -3,9 +3,8 @@
 ``run_instance`` is the whole life of a worker's process. The engine runs in a thread of its
 own (``service.py``), HTTP in the calling thread.
 
-A worker registers there as ``<name>@http`` beside its ranks, with the metadata ``role``,
-``http`` (its URL), ``model`` and ``instance`` (its name). Prefill ranks also register as
-``<name>``, for decode ranks.
+A worker registers as ``<name>@http`` beside its ranks, with the metadata ``role``, ``http`` (its
+URL), ``model`` and ``instance`` (its name). Ranks that others read from register as ``<name>``.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from kvferry.reference.api.routes import Api
 from kvferry.reference.engine.engine import Engine
 from kvferry.reference.options import EngineOptions, InstanceOptions
 from kvferry.reference.ranks.rank import Extension, MakeExtension
-from kvferry.reference.transfer.extensions import DecodeExtension, PrefillExtension
+from kvferry.reference.transfer.extensions import PrefillExtension, RoomExtension
 from kvferry.reference.worker.service import EngineService
 from kvferry.router.worker_pool import WorkerRole
 from kvferry.security.signing import RequestVerifier
@@ -41,10 +40,10 @@ FILES_PER_REQUEST = 1
 
 
 def extension_for(options: InstanceOptions) -> MakeExtension:
-    """Return the extension of every rank: an endpoint, if there is a discovery service."""
+    """Return the extension of every rank: endpoints, if there is a discovery service."""
     if options.discovery is None:
         return Extension
-    kind = PrefillExtension if options.role is WorkerRole.PREFILL else DecodeExtension
+    kind = PrefillExtension if options.role is WorkerRole.PREFILL else RoomExtension
     return partial(kind, options)
 
 
@@ -61,7 +60,7 @@ class EngineInstance:
         self.url = http_url(reached_at, self._listener)
         folder, extend = Path(options.folder), extend or extension_for(options)
         make = partial(Engine, folder, options.engine, extend=extend)
-        self.service = EngineService(make, options.role)
+        self.service = EngineService(make, options.name, options.role)
         self._client: DiscoveryClient | None = None
         self._site: HttpSite | None = None
         # Set when the instance is to be stopped.
@@ -135,7 +134,7 @@ class EngineInstance:
 
 
 def run_instance(options: InstanceOptions, ready: Callable[[str], None] = lambda url: None) -> None:
-    """Serve until SIGINT or a second SIGTERM, or after one SIGTERM until the last request has ended.
+    """Serve until SIGTERM and the last request's end, or until SIGINT or a second SIGTERM.
 
     Calls ``ready`` with the URL once requests are accepted.
     Raises ``KvferryError`` if it cannot start, and ``RankLost`` if a rank is lost later; then

@@ -1,14 +1,14 @@
 """The engine behind the API: takes jobs, steps the engine, and reports what becomes of them.
 
 Everything here runs on the API's event loop but the engine itself, which has a thread of its
-own; jobs act on the engine only between two steps. A room follows what all ranks agree on: one
-failure aborts it on the others, and pages are given back once every rank has released them.
+own; jobs act on the engine only between two steps. ``rooms.py`` has the rooms of all ranks.
 
     prefill:  begin: open ─▶ offered: queue ─▶ chunks are pushed ─▶ first token: answered
                                                                  └▶ released: free
-    decode:   admitted: receive ─▶ done on all ranks: decode goes on
-                            └▶ failed: abort ─▶ released: free
+    decode:   queue ─▶ admitted: receive ─▶ done on all ranks: decode goes on
+                                      └▶ failed: abort ─▶ released: free
 
+If a request names a holder of its prefix, ``queue`` pulls the prefix first (``prefixes.py``).
 While a room is open the ranks are polled even if there is nothing to compute: often at first,
 then less and less often, so that waiting costs little on a small host.
 
@@ -22,43 +22,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import msgspec
-from msgspec import Meta
 
-from kvferry import (
-    MAX_NAME,
-    Done,
-    KvferryError,
-    RankAgreement,
-    Room,
-    Status,
-    TransferMode,
-    digest_of,
-)
+from kvferry import Failure, KvferryError, RankAgreement, Room, Status, digest_of
 from kvferry.reference.engine.engine import Engine
 from kvferry.reference.engine.requests import Admitted, EngineRequest, Noted, Produced, SampleFailed
 from kvferry.reference.ranks.processes import RankBroke, RankLost
 from kvferry.reference.transfer.extensions import (
-    AbortCommand,
     DeclineCommand,
-    EndedNote,
     FirstTokenNote,
-    OfferedNote,
     OpenCommand,
-    ReleasedNote,
+    ReceiveCommand,
     RoomExtension,
-    decode_note,
     encode,
 )
+from kvferry.reference.worker.prefixes import PrefixPulls
+from kvferry.reference.worker.rooms import EngineRooms, RoomListener
 from kvferry.router.worker_pool import WorkerRole
 from kvferry.telemetry.logs.context import current
 
@@ -71,15 +58,11 @@ LEAST_S = 0.001
 STOP_S = 30.0
 
 
-class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """The field ``kvferry`` of a request's body: the room in which its cache travels.
-
-    ``prefill`` names the source instance; only decode reads it.
-    """
+class Ticket(NamedTuple):
+    """The room in which a request's cache travels. Only decode needs the prefill instance."""
 
     room: Room
-    deadline_s: Annotated[float, Meta(gt=0, le=3600)] | None = None
-    prefill: Annotated[str, Meta(min_length=1, max_length=MAX_NAME)] | None = None
+    prefill: str = ""
 
 
 class Trouble(Enum):
@@ -113,15 +96,18 @@ class JobFailed(NamedTuple):
 class ServeJob:
     """One request: what it asks for, and what has become of it.
 
-    ``ticket`` is None if the whole request is computed here. ``agreement`` is set while ranks have
-    a room of it. ``queued``: the engine has the request, which on prefill waits for decode's pages.
-    ``answered``: nobody waits for more. ``prefix`` counts the prompt's tokens that were cached.
-    ``report`` is how its cache came here. ``trace`` is the caller's request id and trace.
+    ``ticket`` is None if the whole request is computed here. ``holder`` names an instance that may
+    have a prefix of it, of which ``pulled`` tokens came. ``queued``: the engine has the request,
+    which on prefill waits for decode's pages. ``answered``: nobody waits for more. ``prefix``
+    counts the prompt's tokens that were cached here, with the pulled ones, and ``cached`` those
+    that no worker computed for this request. ``report`` is how its cache came here. ``trace`` is
+    the caller's request id and trace.
     """
 
     request: EngineRequest
     transfer_deadline: float
     ticket: Ticket | None = None
+    holder: str = ""
     is_chat: bool = False
     streams: bool = False
     wants_usage: bool = False
@@ -129,7 +115,8 @@ class ServeJob:
     report: dict[str, object] = field(default_factory=dict)
     admitted_at: float | None = None
     prefix: int = 0
-    agreement: RankAgreement | None = None
+    cached: int = 0
+    pulled: int = 0
     queued: bool = False
     answered: bool = False
     trace: tuple[str, str] = field(default_factory=current)
@@ -149,14 +136,15 @@ class ServeJob:
 class EngineService:
     """An engine and its jobs, until every rank has released their pages.
 
-    ``make`` is called in the engine's thread. Belongs to one event loop.
+    ``make`` is called in the engine's thread. ``name`` is the worker's. Belongs to one event loop.
     """
 
-    def __init__(self, make: Callable[[], Engine], role: WorkerRole) -> None:
+    def __init__(self, make: Callable[[], Engine], name: str, role: WorkerRole) -> None:
         self.jobs: dict[str, ServeJob] = {}
         # Done when no more steps are made: with None, or with what stopped them.
         self.died: Future[BaseException | None] = Future()
         self._make = make
+        self._name = name
         self._is_prefill = role is WorkerRole.PREFILL
         self._thread = ThreadPoolExecutor(1, "kvferry-engine")
         self._task: asyncio.Task[None] | None = None
@@ -168,7 +156,6 @@ class EngineService:
         # To do between two steps.
         self._calls: list[Callable[[], None]] = []
         self._wake = asyncio.Event()
-        self._carried = Counter(dict.fromkeys(map(str, TransferMode), 0))
         self._pause_s = MIN_PAUSE_S
 
     # ------------------------------------------------------------ for the API
@@ -177,10 +164,13 @@ class EngineService:
         """Make the engine and begin to take jobs."""
         self._here = asyncio.get_running_loop()
         self._engine = engine = await self._here.run_in_executor(self._thread, self._make)
+        self._rooms = EngineRooms(engine.layout.num_ranks, engine.post)
+        self._prefixes = PrefixPulls(self._name, engine, self._rooms, self._soon_from_a_thread)
         extension = engine.ranks.worker.extension
         self._extension = extension if isinstance(extension, RoomExtension) else None
         if self._extension is not None:
             self._extension.on_news = self._look_soon
+            self._extension.on_pull(self._prefixes.holds)
         layout, (group,) = engine.layout, engine.layout.spec.groups
         units = sum(len(layout.rank_shards(rank)[0].units) for rank in range(layout.num_ranks))
         # What all ranks together keep of one token.
@@ -223,7 +213,7 @@ class EngineService:
     def _decline(self, job: ServeJob) -> None:
         """Tell prefill that decode has refused a job, so that prefill does not compute for it."""
         ticket = job.ticket
-        if ticket is None or ticket.prefill is None or self._is_prefill:
+        if ticket is None or self._is_prefill:
             return
         left_s = max(job.transfer_deadline - time.monotonic(), LEAST_S)
         self._engine.post(encode(DeclineCommand(ticket.room, ticket.prefill, left_s)))
@@ -240,19 +230,23 @@ class EngineService:
         return {
             "running": len(scheduler.active),
             "waiting": len(scheduler.waiting) + sum(not one.queued for one in self.jobs.values()),
-            "rooms": self._num_rooms,
+            "rooms": len(self._rooms),
             "max_in_flight": self._engine.options.in_flight_limit,
             "in_flight_tokens": self._in_flight_tokens,
             "max_in_flight_tokens": self._engine.options.in_flight_token_limit,
             "free_tokens": blocks.num_available * blocks.page_tokens,
             "used_pages": blocks.num_used,
-            "carried_bytes": self._carried,
-            "links": self._extension.endpoint.stats.links if self._extension else {},
+            "carried_bytes": self._rooms.carried,
+            "pulled_tokens": self._prefixes.pulled_tokens,
+            "lent_tokens": self._prefixes.lent_tokens,
+            "links": self._extension.links if self._extension else {},
         }
 
     async def drain(self) -> None:
-        """Refuse new jobs; return once the others have ended, their callers left, and every rank
-        has released its pages."""
+        """Refuse new jobs; return once the others have ended and no transfer touches a page.
+
+        Until then others can still pull what is cached.
+        """
         self.is_draining = True
         self._wake.set()
         await self._quiet.wait()
@@ -267,6 +261,9 @@ class EngineService:
     def _soon(self, call: Callable[[], None]) -> None:
         self._calls.append(call)
         self._wake.set()
+
+    def _soon_from_a_thread(self, call: Callable[[], None]) -> None:
+        self._here.call_soon_threadsafe(self._soon, call)
 
     def _look_soon(self) -> None:
         """Poll the ranks soon: a room has news. For any thread."""
@@ -298,31 +295,27 @@ class EngineService:
     async def _step(self) -> None:
         """Step the engine, and report what becomes of the jobs."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._pause_s if self.jobs else None):
+            async with asyncio.timeout(self._pause_s if self.jobs or self._rooms else None):
                 await self._wake.wait()
         self._wake.clear()
         self._run_calls()
-        step = partial(self._engine.step, poll=self._num_rooms > 0)
+        step = partial(self._engine.step, poll=bool(self._rooms))
         outputs = await self._here.run_in_executor(self._thread, step)
         # A room may end in the step that samples its first token.
         jobs = dict(self.jobs)
         for output in outputs:
             if isinstance(output, Noted):
-                self._take_note(output)
+                self._rooms.take(output)
             else:
                 self._take(jobs[output.request], output)
         self._pause_s = 0.0 if outputs else min(2 * self._pause_s or MIN_PAUSE_S, MAX_PAUSE_S)
-        if self.is_draining and not (self.jobs or self._num_callers):
+        if self.is_draining and not (self.jobs or self._rooms or self._num_callers):
             self._quiet.set()
 
     def _run_calls(self) -> None:
         calls, self._calls = self._calls, []
         for call in calls:
             call()
-
-    @property
-    def _num_rooms(self) -> int:
-        return sum(job.agreement is not None for job in self.jobs.values())
 
     def _tell_end(self, job: ServeJob, reason: BaseException | None) -> None:
         why = f"this worker is ending ({reason})" if reason else "this worker is ending"
@@ -338,27 +331,38 @@ class EngineService:
         """Give a job to the engine, or on prefill open its room and wait for decode's offer."""
         try:
             self._engine.check(job.request)
-            if job.ticket is not None and self._is_prefill:
-                self._open(job, job.ticket, [])
-            else:
-                self._queue(job)
         except KvferryError as error:
             self.jobs.pop(job.request.id)
             job.fail(Trouble.INVALID, str(error))
             return
+        if job.ticket is not None and self._is_prefill:
+            self._open(job, job.ticket, OpenCommand, offered=partial(self._queue, job))
+        else:
+            self._queue(job)
         self._pause_s = 0.0
 
     def _queue(self, job: ServeJob) -> None:
-        self._engine.add(job.request)
-        job.queued = True
+        """Pull the prefix if somebody may have it, then give the job to the engine."""
+        if not job.holder or self._extension is None:
+            self._add(job, 0)
+        elif not job.answered:
+            left_s = max(job.transfer_deadline - time.monotonic(), LEAST_S)
+            add = partial(self._add, job)
+            self._prefixes.pull(job.request, job.holder, left_s, job.trace, add)
+
+    def _add(self, job: ServeJob, pulled: int) -> None:
+        if not job.answered:
+            job.pulled = pulled
+            self._engine.add(job.request)
+            job.queued = True
 
     def _stop(self, job: ServeJob) -> None:
         """Stop the computation, and free the pages once no transfer touches them."""
         job.answered = True
         self._pause_s = 0.0
         is_pinned = self._engine.scheduler.cancel(job.request.id)
-        if job.agreement is not None:
-            self._engine.post(encode(AbortCommand(job.request.id)))
+        if job.request.id in self._rooms:
+            self._rooms.abort(job.request.id)
             return
         if is_pinned:
             self._engine.scheduler.release(job.request.id)
@@ -373,15 +377,26 @@ class EngineService:
         match output:
             case Admitted():
                 job.admitted_at, job.prefix = time.monotonic(), output.prefix
+                job.cached = output.prefix
                 if job.ticket is not None and not self._is_prefill:
-                    self._open(job, job.ticket, output.pages)
-                elif job.ticket is None and self._extension is not None:
+                    num_tokens = len(job.request.prompt)
+                    pages = output.pages[: self._engine.scheduler.blocks.pages_for(num_tokens)]
+                    command = partial(
+                        ReceiveCommand,
+                        prefill=job.ticket.prefill,
+                        tokens=num_tokens,
+                        prefix=output.prefix,
+                        pages=pages,
+                    )
+                    self._open(job, job.ticket, command)
+                elif self._extension is not None:
                     # A transfer would have been possible.
-                    job.report = {"source": "recomputed", "prefix": output.prefix}
+                    source = "recomputed" if job.ticket is None else "computed"
+                    job.report = {"source": source, "prefix": output.prefix, "pulled": job.pulled}
             case Produced():
                 job.send(output)
                 # On prefill, the transfer goes on without the job's caller.
-                if output.finish is not None and job.agreement is None:
+                if output.finish is not None and job.request.id not in self._rooms:
                     self.jobs.pop(job.request.id, None)
             case SampleFailed():
                 reason = "the model computed logits that are not finite for this prompt"
@@ -389,49 +404,33 @@ class EngineService:
 
     # ------------------------------------------------------------ rooms
 
-    def _open(self, job: ServeJob, ticket: Ticket, pages: list[int]) -> None:
+    def _open(
+        self,
+        job: ServeJob,
+        ticket: Ticket,
+        command: Callable[..., OpenCommand],
+        offered: Callable[[], None] | None = None,
+    ) -> None:
         """Open the job's room at the ranks: decode offers its pages, prefill waits for them."""
-        engine, prompt = self._engine, job.request.prompt
-        job.agreement = RankAgreement(engine.layout.num_ranks)
-        model = self._extension.model if self._extension else ""
-        command = OpenCommand(
-            request=job.request.id,
-            room=ticket.room,
-            deadline_s=max(job.transfer_deadline - time.monotonic(), LEAST_S),
-            digest=digest_of(prompt, model=model, dtype=str(engine.options.dtype)),
-            trace=job.trace,
-            prefill=ticket.prefill or "",
-            tokens=len(prompt),
-            prefix=job.prefix,
-            pages=pages[: engine.scheduler.blocks.pages_for(len(prompt))],
-        )
-        engine.post(encode(command))
+        engine, dtype = self._engine, str(self._engine.options.dtype)
 
-    def _take_note(self, noted: Noted) -> None:
-        note = decode_note(noted.note)
-        job = self.jobs.get(note.request)
-        if job is None or job.agreement is None:
-            return
-        match note:
-            case OfferedNote():
-                # Other ranks' offers change nothing.
-                if not job.queued and not job.answered:
-                    self._queue(job)
-            case EndedNote():
-                job.agreement.end(noted.rank, note.failure or Done(note.metadata))
-                if (failure := job.agreement.failure) is not None:
-                    # One rank's failure is that of all, also after the answer.
-                    self._engine.post(encode(AbortCommand(job.request.id)))
-                    self._fail(job, Trouble.TRANSFER, str(failure))
-            case ReleasedNote():
-                job.agreement.release(noted.rank, note.carried)
-                if job.agreement.is_released:
-                    self._settle(job, job.agreement)
+        def failed(failure: Failure) -> None:
+            # Also after the answer.
+            self._fail(job, Trouble.TRANSFER, str(failure))
+
+        self._rooms.open(
+            command(
+                request=job.request.id,
+                room=ticket.room,
+                deadline_s=max(job.transfer_deadline - time.monotonic(), LEAST_S),
+                digest=digest_of(job.request.prompt, model=engine.model, dtype=dtype),
+                trace=job.trace,
+            ),
+            RoomListener(failed=failed, released=partial(self._settle, job), offered=offered),
+        )
 
     def _settle(self, job: ServeJob, agreement: RankAgreement) -> None:
         """Go on with a job whose room has ended: no transfer touches its pages any more."""
-        job.agreement = None
-        self._carried.update(agreement.carried)
         if not self._is_prefill and agreement.status is Status.DONE and not job.answered:
             self._arrive(job, agreement.metadata)
             return
@@ -449,10 +448,12 @@ class EngineService:
             return
         assert job.admitted_at is not None
         assert job.ticket is not None
+        job.cached = first.cached
         job.report = {
             "room": job.ticket.room,
             "source": "transferred",
             "prefix": job.prefix,
+            "pulled": job.pulled,
             "bytes": (len(job.request.prompt) - job.prefix) * self._token_bytes,
             "seconds": time.monotonic() - job.admitted_at,
         }
