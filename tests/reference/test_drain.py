@@ -10,13 +10,14 @@ import signal
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.request import urlopen
 
 import aiohttp
 import pytest
-from reference.clusters import PATIENCE_S, Running, running, wait_until
+from reference.clusters import NAME, PATIENCE_S, Running, post, running, wait_until
 from reference.working import events
 
 from kvferry.reference.models.tiny import TinyKind
@@ -82,16 +83,16 @@ def body_of(number: int, max_tokens: int) -> tuple[str, dict[str, Any]]:
 
 
 async def stream(
-    http: aiohttp.ClientSession, url: str, number: int, max_tokens: int, begun: asyncio.Queue[int]
+    http: aiohttp.ClientSession, url: str, request: tuple[str, Any], begun: asyncio.Queue[None]
 ) -> Streamed:
-    path, body = body_of(number, max_tokens)
+    path, body = request
     raw, last, gap_s = bytearray(), None, 0.0
     async with http.post(f"{url}/v1/{path}", json=body) as response:
         assert response.status == 200, await response.text()
         async for data in response.content.iter_any():
             now = time.monotonic()
             if last is None:
-                begun.put_nowait(number)
+                begun.put_nowait(None)
             gap_s, last, raw = max(gap_s, now - (last or now)), now, raw + data
     return streamed(bytes(raw), gap_s)
 
@@ -120,17 +121,18 @@ async def nothing() -> None:
 
 
 def stream_all(
-    cluster: Running, max_tokens: int, meanwhile: Meanwhile, num: int = NUM_STREAMS
+    cluster: Running, max_tokens: int, meanwhile: Meanwhile, **more: Any
 ) -> list[Streamed]:
     """Stream many answers at once; run ``meanwhile`` when all have begun."""
 
     async def run() -> list[Streamed]:
-        begun: asyncio.Queue[int] = asyncio.Queue()
+        begun: asyncio.Queue[None] = asyncio.Queue()
         timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
         async with aiohttp.ClientSession(timeout=timeout) as http:
+            requests = [body_of(number, max_tokens) for number in range(NUM_STREAMS)]
             asking = [
-                asyncio.create_task(stream(http, cluster.url, number, max_tokens, begun))
-                for number in range(num)
+                asyncio.create_task(stream(http, cluster.url, (path, body | more), begun))
+                for path, body in requests
             ]
             for _ in asking:
                 await begun.get()
@@ -175,11 +177,12 @@ def signal_to(cluster: Running, name: str, number: signal.Signals) -> None:
 
 # ---------------------------------------------------------------- tests
 
-MAX_TOKENS = 600
+MAX_TOKENS = 300
 
 
 @pytest.fixture(scope="module")
 def expected(cluster: Running) -> list[Streamed]:
+    """The same answers from workers that stay."""
     return stream_all(cluster, MAX_TOKENS, nothing)
 
 
@@ -196,7 +199,87 @@ def test_streams_of_a_drained_decode_worker_go_on_at_another(
     demand_same(answers, expected)
     assert cluster["decode-0"].process.wait(PATIENCE_S) == 0
     assert moves(cluster, "drain") == before + NUM_STREAMS
+    assert cluster.health("decode-1")["pulled_tokens"] > 0
     gaps = sorted(answer.gap_s for answer in answers)
     record_property("pause_p50_s", statistics.median(gaps))
     record_property("pause_p99_s", gaps[-1])
     print(f"longest pause of a stream: p50 {statistics.median(gaps):.3f} s, p99 {gaps[-1]:.3f} s")
+
+
+def test_a_worker_that_is_killed_while_it_drains_loses_no_stream(
+    cluster: Running, expected: list[Streamed]
+) -> None:
+    back = leave_only(cluster, "decode-1", "decode-0")
+    drains, failures = moves(cluster, "drain"), moves(cluster, "failure")
+
+    async def drain_and_kill() -> None:
+        await back()
+        signal_to(cluster, "decode-1", signal.SIGTERM)
+        # Once the router knows it, it moves the streams.
+        while cluster.is_up("decode-1"):
+            await asyncio.sleep(0)
+        signal_to(cluster, "decode-1", signal.SIGKILL)
+
+    answers = stream_all(cluster, MAX_TOKENS, drain_and_kill)
+    demand_same(answers, expected)
+    assert cluster["decode-1"].process.wait(PATIENCE_S) == -signal.SIGKILL
+    drains, failures = moves(cluster, "drain") - drains, moves(cluster, "failure") - failures
+    assert drains + failures == NUM_STREAMS
+    print(f"moved while it drained: {drains:.0f}, after it was killed: {failures:.0f}")
+
+
+def test_prefill_workers_drain_under_load(cluster: Running) -> None:
+    """Each prompt is computed by a prefill worker, so none is lost on the way."""
+    url, body = cluster.url, {"max_tokens": 2, "kvferry": {"on_failure": "fail"}}
+    answers: list[tuple[int, Any]] = []
+
+    def ask() -> None:
+        while prefill.poll() is None:
+            prompt = f"{len(answers)} {PROMPT * 20}"
+            answers.append(post(url, body | {"prompt": prompt}))
+
+    prefill = cluster["prefill-0"].process
+    with ThreadPoolExecutor(8) as pool:
+        asking = [pool.submit(ask) for _ in range(8)]
+        wait_until(lambda: len(answers) >= 16, "prompts to be answered")
+        prefill.send_signal(signal.SIGTERM)
+        for one in asking:
+            one.result(PATIENCE_S)
+    assert prefill.wait() == 0
+    assert {status for status, _ in answers} == {200}
+    assert {document["kvferry"]["source"] for _, document in answers} == {"transferred"}
+
+
+def test_without_permission_to_continue_a_killed_worker_tears_its_streams(
+    cluster: Running,
+) -> None:
+    """The streams above are whole because they moved: these may not."""
+
+    async def kill() -> None:
+        signal_to(cluster, "decode-0", signal.SIGKILL)
+
+    with pytest.raises(AssertionError, match=r"no longer responds|is gone|ended its response"):
+        stream_all(cluster, MAX_TOKENS, kill, kvferry={"on_failure": "fail"})
+
+
+def test_the_rest_depends_on_every_token_before_it(cluster: Running) -> None:
+    """The comparison above would see one wrong or missing token of the history."""
+    url = cluster.workers()["decode-0"]["url"]
+    body = {"model": NAME, "prompt": PROMPT, "temperature": 1.3, "seed": 1, "ignore_eos": True}
+    body |= {"return_token_ids": True, "max_tokens": 60}
+    _, whole = post(url, body)
+    text, tokens = (whole["choices"][0][key] for key in ("text", "token_ids"))
+
+    def rest(*answered: int, **more: int) -> tuple[str, list[int]]:
+        _, document = post(url, body | {"answered_token_ids": answered} | more)
+        assert document["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+        choice = document["choices"][0]
+        return choice["text"], choice["token_ids"]
+
+    for cut in range(1, len(tokens), 7):
+        shown, following = rest(*tokens[:cut])
+        assert text.endswith(shown)
+        assert following == tokens[cut:]
+    wrong = [*tokens[:29], (tokens[29] + 1) % 256]
+    assert rest(*wrong)[1] != tokens[30:]
+    assert rest(*tokens[:29])[1] != tokens[30:]
