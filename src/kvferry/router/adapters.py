@@ -43,9 +43,13 @@ LIMITS = ("max_tokens", "max_completion_tokens", "min_tokens", *STREAM_FIELDS)
 
 
 class EngineAdapter(ABC):
-    """Adapter of one engine. ``needs_seed``: both workers sample, so they need one seed."""
+    """Adapter of one engine.
+
+    ``needs_seed``: both workers sample, so they need one seed. ``drains``: a worker has ``/drain``.
+    """
 
     needs_seed = False
+    drains = False
 
     @abstractmethod
     def for_prefill(self, call: ApiCall, room: int, deadline_s: float) -> bytes:
@@ -113,6 +117,7 @@ class KvferryAdapter(EngineAdapter):
     """Adapter of the reference engine (``docs/serving.md``)."""
 
     needs_seed = True
+    drains = True
 
     def for_prefill(self, call: ApiCall, room: int, deadline_s: float) -> bytes:
         """Leave out the stream, and add the room."""

@@ -154,6 +154,19 @@ class Forwarder:
         if self._session is not None:
             await self._session.close()
 
+    async def drain(self, worker: Worker) -> FailedAttempt | None:
+        """Send no new requests to a worker, and have it drain; return why it does not."""
+        self._session = self._session or new_session()
+        if not self._adapter.drains:
+            message = f"the {worker} is drained with SIGTERM, not by the router"
+            return FailedAttempt(worker, FaultDomain.REQUEST, message, 400, "unsupported")
+        # First, so that no request arrives there only to be refused.
+        worker.leave_out(asyncio.get_running_loop().time())
+        with Upstream(self._session, self._key) as upstream:
+            async with self._before(asyncio.get_running_loop().time() + self._options.check_s):
+                outcome = await upstream.send(worker, "/drain", b"", stream=False)
+        return outcome if isinstance(outcome, FailedAttempt) else None
+
     async def answer(self, request: web.Request, call: ApiCall) -> web.StreamResponse:
         """Handle one request, before its deadline."""
         self._session = self._session or new_session()
