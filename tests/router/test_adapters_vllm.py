@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -43,6 +43,14 @@ def test_prefill_gets_one_token_to_compute() -> None:
 def test_chat_uses_max_completion_tokens() -> None:
     chat = ask("/v1/chat/completions", messages=[], max_completion_tokens=9)
     assert json.loads(VllmAdapter().for_prefill(chat, 7, 2.0))["max_completion_tokens"] == 1
+
+
+@pytest.mark.parametrize("ask_for", [VllmAdapter().for_prefill, VllmAdapter().for_first_token])
+def test_prefill_is_told_who_holds_the_prompt(ask_for: Callable[..., bytes]) -> None:
+    asked = ask(prompt="p")
+    told = json.loads(ask_for(asked, 7, 2.0, "decode-0"))
+    assert told[PARAMS]["kvferry"] == {"room": 7, "holder": "decode-0"}
+    assert "holder" not in json.loads(ask_for(asked, 7, 2.0))[PARAMS]["kvferry"]
 
 
 def test_clients_cannot_choose_rooms() -> None:

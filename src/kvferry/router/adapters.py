@@ -45,14 +45,16 @@ LIMITS = ("max_tokens", "max_completion_tokens", "min_tokens", *STREAM_FIELDS)
 class EngineAdapter(ABC):
     """Adapter of one engine.
 
-    ``needs_seed``: both workers sample, so they need one seed. ``drains``: a worker has ``/drain``.
+    ``needs_seed``: both workers sample, so they need one seed. ``can_pull``: a prefill worker can
+    pull the prompt's prefix from the instance ``holder``. ``drains``: a worker has ``/drain``.
     """
 
     needs_seed = False
+    can_pull = False
     drains = False
 
     @abstractmethod
-    def for_prefill(self, call: ApiCall, room: int, deadline_s: float) -> bytes:
+    def for_prefill(self, call: ApiCall, room: int, deadline_s: float, holder: str = "") -> bytes:
         """Return the body for the prefill worker."""
 
     @abstractmethod
@@ -81,9 +83,11 @@ class EngineAdapter(ABC):
         """Return whether a stream may begin with prefill's token; see ``first_token``."""
         return False
 
-    def for_first_token(self, call: ApiCall, room: int, deadline_s: float) -> bytes:
+    def for_first_token(
+        self, call: ApiCall, room: int, deadline_s: float, holder: str = ""
+    ) -> bytes:
         """Return the body for a prefill worker whose token begins the stream."""
-        return self.for_prefill(call, room, deadline_s)
+        return self.for_prefill(call, room, deadline_s, holder)
 
     def for_rest(self, rest: Continuation, room: int, prefill: str, deadline_s: float) -> bytes:
         """Return the body for the decode worker that continues the stream."""
@@ -117,12 +121,14 @@ class KvferryAdapter(EngineAdapter):
     """Adapter of the reference engine (``docs/serving.md``)."""
 
     needs_seed = True
+    can_pull = True
     drains = True
 
-    def for_prefill(self, call: ApiCall, room: int, deadline_s: float) -> bytes:
-        """Leave out the stream, and add the room."""
+    def for_prefill(self, call: ApiCall, room: int, deadline_s: float, holder: str = "") -> bytes:
+        """Leave out the stream, and add the room and the holder."""
         body = {key: value for key, value in call.body.items() if key not in STREAM_FIELDS}
-        return msgspec.json.encode(body | {OWN_FIELD: {"room": room, "deadline_s": deadline_s}})
+        own = {"room": room, "deadline_s": deadline_s} | _held_by(holder)
+        return msgspec.json.encode(body | {OWN_FIELD: own})
 
     def for_decode(self, call: ApiCall, room: int, prefill: str, deadline_s: float) -> bytes:
         """Add the room and the prefill worker's name."""
@@ -139,7 +145,7 @@ class KvferryAdapter(EngineAdapter):
 
     def for_move(self, rest: ApiCall, holder: str) -> bytes:
         """Add the holder's name."""
-        return self._answer(rest, {OWN_FIELD: {"holder": holder}})
+        return self._answer(rest, {OWN_FIELD: _held_by(holder)})
 
     def _answer(self, call: ApiCall, more: dict[str, Any]) -> bytes:
         """Return a decode worker's body, which asks for the token ids of a stream."""
@@ -195,9 +201,11 @@ class VllmAdapter(EngineAdapter):
     seed. Among data-parallel prefill replicas behind one URL (``NAME*N``), the room id selects.
     """
 
-    def for_prefill(self, call: ApiCall, room: int, deadline_s: float) -> bytes:
+    can_pull = True
+
+    def for_prefill(self, call: ApiCall, room: int, deadline_s: float, holder: str = "") -> bytes:
         """Ask for one token."""
-        return msgspec.json.encode(_one_token(call, room))
+        return msgspec.json.encode(_one_token(call, room, holder))
 
     def for_decode(self, call: ApiCall, room: int, prefill: str, deadline_s: float) -> bytes:
         """Add the room and the instance that computes the prompt."""
@@ -207,9 +215,11 @@ class VllmAdapter(EngineAdapter):
         """Accept a stream whose rest does not depend on where it begins."""
         return self.can_split(call) and may_continue(call)
 
-    def for_first_token(self, call: ApiCall, room: int, deadline_s: float) -> bytes:
+    def for_first_token(
+        self, call: ApiCall, room: int, deadline_s: float, holder: str = ""
+    ) -> bytes:
         """Ask for one token, with the token ids of the prompt and of the token."""
-        return msgspec.json.encode(_one_token(call, room) | {"return_token_ids": True})
+        return msgspec.json.encode(_one_token(call, room, holder) | {"return_token_ids": True})
 
     def for_rest(self, rest: Continuation, room: int, prefill: str, deadline_s: float) -> bytes:
         """Add the room, which has all tokens of the prompt but the last."""
@@ -291,10 +301,15 @@ def _finish_reasons(document: str | bytes) -> set[str]:
     return {choice.finish_reason for choice in answer.choices if choice.finish_reason}
 
 
-def _one_token(call: ApiCall, room: int) -> dict[str, Any]:
+def _held_by(holder: str) -> dict[str, str]:
+    return {"holder": holder} if holder else {}
+
+
+def _one_token(call: ApiCall, room: int, holder: str = "") -> dict[str, Any]:
     body = {key: value for key, value in call.body.items() if key not in LIMITS}
     limit = "max_completion_tokens" if "messages" in body else "max_tokens"
-    return body | {limit: 1, PARAMS: {"do_remote_decode": True, OWN_FIELD: {"room": room}}}
+    own = {"room": room} | _held_by(holder)
+    return body | {limit: 1, PARAMS: {"do_remote_decode": True, OWN_FIELD: own}}
 
 
 def _from_room(prefill: str, room: int, **more: int) -> dict[str, Any]:
@@ -320,7 +335,9 @@ class SglangAdapter(VllmAdapter):
     worker's name is its bootstrap address. Each prompt and each choice has a room of its own.
     """
 
-    def for_prefill(self, call: ApiCall, room: int, deadline_s: float) -> bytes:
+    can_pull = False
+
+    def for_prefill(self, call: ApiCall, room: int, deadline_s: float, holder: str = "") -> bytes:
         """Leave out the stream; SGLang computes one token."""
         body = {key: value for key, value in call.body.items() if key not in STREAM_FIELDS}
         return msgspec.json.encode(body | {"bootstrap_room": _rooms(body, room)})
@@ -367,7 +384,7 @@ class VllmToSglangAdapter(SglangAdapter):
     A prefill worker's name is the address of the discovery service where it is the only instance.
     """
 
-    def for_prefill(self, call: ApiCall, room: int, deadline_s: float) -> bytes:
+    def for_prefill(self, call: ApiCall, room: int, deadline_s: float, holder: str = "") -> bytes:
         """Ask for one token, which the room carries to SGLang."""
         body = _one_token(call, room)
         body[PARAMS][OWN_FIELD]["first_token"] = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -21,12 +21,14 @@ from kvferry import ClusterKey
 from kvferry.http.api_errors import JSON, ApiError
 from kvferry.router.adapters import EngineAdapter
 from kvferry.router.bodies import ApiCall, new_id
+from kvferry.router.conversations import Piece
 from kvferry.router.first_token import Continuation, continuation
+from kvferry.router.holders import HolderMemory
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.moving import StreamMover
 from kvferry.router.options import FirstTokenFrom, OnFailure, RouterOptions
 from kvferry.router.queue import RequestQueue
-from kvferry.router.streams import StreamPart, begin, end_with, relay
+from kvferry.router.streams import Relayed, StreamPart, begin, end_with, relay
 from kvferry.router.upstream import (
     AttemptOutcome,
     FailedAttempt,
@@ -53,8 +55,9 @@ EXPLAIN_S = 1.0
 
 @dataclass(slots=True)
 class AttemptState:
-    """History of one request's attempts."""
+    """History of one request's attempts. ``pieces``: its prompt's, to find a holder by."""
 
+    pieces: list[Piece] = field(default_factory=list)
     attempts: int = 0
     avoid: set[str] = field(default_factory=set)
     local: bool = False
@@ -71,10 +74,11 @@ class WorkerPair(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """A response that has begun, and the workers of its attempt."""
+    """A response that has begun, and the workers and the room of its attempt."""
 
     pair: WorkerPair
     response: OpenResponse
+    room: int
 
 
 class FirstTokenOpened(NamedTuple):
@@ -146,6 +150,7 @@ class Forwarder:
         self._metrics = metrics
         self._session: aiohttp.ClientSession | None = None
         self._queue = RequestQueue(options, pool, metrics)
+        self._holders = HolderMemory(options, pool, metrics, adapter)
         self._background: set[asyncio.Task[Any]] = set()
 
     async def close(self) -> None:
@@ -174,23 +179,48 @@ class Forwarder:
         with Upstream(self._session, self._key) as upstream:
             async with self._before(deadline):
                 until = asyncio.get_running_loop().time() + self._options.queue_s
-                tried = AttemptState(queued_until=until)
+                tried = AttemptState(self._holders.pieces_of(call), queued_until=until)
                 opened = await self._open(upstream, call, tried)
             headers = _names(opened.pair)
             if isinstance(opened, FirstTokenOpened):
                 response = await begin(request, headers, {})
-                return await self._continue(upstream, response, opened, deadline)
-            if call.stream:
+                relayed = await self._continue(upstream, response, opened, deadline)
+            elif call.stream:
                 response = await begin(request, headers, opened.response.response.headers)
-                if not self._adapter.can_move(call):
-                    return await relay(response, StreamPart(opened.response), deadline)
-                mover = StreamMover(
-                    *(call, self._pool, self._adapter, self._metrics),
-                    send=partial(self._send, upstream),
-                    begin_anew=partial(self._begin_anew, upstream, tried),
-                )
-                return await relay(response, mover.part(opened.response), deadline, mover.following)
-            return web.Response(body=opened.response.head, content_type=JSON, headers=headers)
+                relayed = await self._relay(upstream, response, call, opened, tried, deadline)
+            else:
+                self._remember(tried, opened, opened.pair.decode, opened.response.head)
+                return web.Response(body=opened.response.head, content_type=JSON, headers=headers)
+            self._remember(tried, opened, *relayed)
+            return response
+
+    async def _relay(
+        self,
+        upstream: Upstream,
+        response: web.StreamResponse,
+        call: ApiCall,
+        opened: Opened,
+        tried: AttemptState,
+        deadline: float,
+    ) -> Relayed:
+        if not self._adapter.can_move(call):
+            return await relay(response, StreamPart(opened.response), deadline)
+        mover = StreamMover(
+            *(call, self._pool, self._adapter, self._metrics),
+            send=partial(self._send, upstream),
+            begin_anew=partial(self._begin_anew, upstream, tried),
+        )
+        return await relay(response, mover.part(opened.response), deadline, mover.following)
+
+    def _remember(
+        self,
+        tried: AttemptState,
+        opened: Opened | FirstTokenOpened,
+        decode: Worker,
+        answer: bytes | int,
+    ) -> None:
+        """Remember which workers hold the prompt and the answer."""
+        self._holders.answered(tried.pieces, decode, opened.pair.prefill, opened.room, answer)
 
     @contextlib.asynccontextmanager
     async def _before(self, deadline: float) -> AsyncIterator[None]:
@@ -207,14 +237,15 @@ class Forwarder:
         response: web.StreamResponse,
         first: FirstTokenOpened,
         deadline: float,
-    ) -> web.StreamResponse:
+    ) -> Relayed:
         """Send the first token, then the rest from decode."""
         await response.write(first.rest.head)
         try:
             async with self._before(deadline):
                 opened = await self._open_rest(upstream, first)
         except ApiError as error:
-            return await end_with(response, error)
+            await end_with(response, error)
+            return Relayed(first.pair.decode, 0)
         return await relay(response, StreamPart(opened, first.rest.rewrite), deadline)
 
     async def _open_rest(self, upstream: Upstream, first: FirstTokenOpened) -> OpenResponse:
@@ -271,17 +302,18 @@ class Forwarder:
             pair = await self._queue.admit(next_pair, tried.queued_until)
             if pair.prefill is None and not tried.local:
                 log.warning("no-prefill-worker recomputed-by=%s %s", pair.decode.url, self._down())
+            room = new_id()
             with pair.decode.count_request():
                 if early and pair.prefill is not None:
-                    outcome = await self._attempt_in_turn(upstream, call, pair, pair.prefill)
+                    outcome = await self._attempt_in_turn(upstream, call, tried, pair, room)
                 else:
-                    outcome = await self._attempt(upstream, call, pair)
+                    outcome = await self._attempt(upstream, call, tried, pair, room)
             if isinstance(outcome, FirstTokenOpened):
                 self._metrics.first_tokens.inc()
                 return outcome
             self._metrics.attempt(outcome)
             if isinstance(outcome, OpenResponse):
-                return Opened(pair, outcome)
+                return Opened(pair, outcome, room)
             if outcome.fault_domain is FaultDomain.FULL:
                 # Other routers have filled it. This request waits, and has lost no attempt.
                 outcome.worker.refuses = True
@@ -310,15 +342,30 @@ class Forwarder:
         if not next_try(tried, failure, call.on_failure, self._options.attempts):
             raise client_error(failure)
 
+    def _ask_prefill(
+        self,
+        call: ApiCall,
+        tried: AttemptState,
+        prefill: Worker,
+        room: int,
+        body_for: Callable[[ApiCall, int, float, str], bytes],
+    ) -> asyncio.Task[AttemptOutcome]:
+        """Send a prefill worker its request, with the holder of the prompt's beginning."""
+        holder = self._holders.choose(tried.pieces, prefill, room)
+        body = body_for(call, room, self._options.room_s, holder)
+        headers = self._adapter.headers(prefill.name, room)
+        task = asyncio.create_task(self._prefill(prefill, call, body, headers))
+        task.add_done_callback(partial(self._holders.take_prefill, tried.pieces, prefill, room))
+        return task
+
     async def _attempt_in_turn(
-        self, upstream: Upstream, call: ApiCall, pair: WorkerPair, prefill: Worker
+        self, upstream: Upstream, call: ApiCall, tried: AttemptState, pair: WorkerPair, room: int
     ) -> AttemptOutcome | FirstTokenOpened:
         """Ask prefill for the first token; if it can't begin the stream, ask decode for all."""
-        adapter, room, room_s = self._adapter, new_id(), self._options.room_s
+        adapter, prefill, room_s = self._adapter, pair.prefill, self._options.room_s
+        assert prefill is not None
         in_room(room)
-        prompt = adapter.for_first_token(call, room, room_s)
-        headers = adapter.headers(prefill.name, room)
-        first = await self._prefill(prefill, call, prompt, headers)
+        first = await self._ask_prefill(call, tried, prefill, room, adapter.for_first_token)
         if isinstance(first, FailedAttempt):
             return adapter.classify(first)
         if (rest := continuation(call, first.head, room)) is not None:
@@ -326,17 +373,16 @@ class Forwarder:
         answer = adapter.for_decode(call, room, prefill.name, room_s)
         return adapter.classify(await self._send(upstream, pair.decode, call, answer))
 
-    async def _attempt(self, upstream: Upstream, call: ApiCall, pair: WorkerPair) -> AttemptOutcome:
+    async def _attempt(
+        self, upstream: Upstream, call: ApiCall, tried: AttemptState, pair: WorkerPair, room: int
+    ) -> AttemptOutcome:
         adapter = self._adapter
         if pair.prefill is None:
             in_room(None)
             return await self._send(upstream, pair.decode, call, adapter.whole(call))
-        room, room_s = new_id(), self._options.room_s
         in_room(room)
-        prompt = adapter.for_prefill(call, room, room_s)
-        answer = adapter.for_decode(call, room, pair.prefill.name, room_s)
-        headers = adapter.headers(pair.prefill.name, room)
-        first = asyncio.create_task(self._prefill(pair.prefill, call, prompt, headers))
+        answer = adapter.for_decode(call, room, pair.prefill.name, self._options.room_s)
+        first = self._ask_prefill(call, tried, pair.prefill, room, adapter.for_prefill)
         second = asyncio.create_task(self._send(upstream, pair.decode, call, answer))
         outcome: AttemptOutcome | None = None
         try:

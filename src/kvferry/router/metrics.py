@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from kvferry.router.conversations import PrefillReport
 from kvferry.router.upstream import AttemptOutcome, OpenResponse
 from kvferry.router.worker_pool import WorkerPool, WorkerRole
 
@@ -47,6 +48,23 @@ class RouterMetrics:
             buckets=BUCKETS,
             registry=self.registry,
         )
+        self.prefixes = Counter(
+            "kvferry_router_prefixes",
+            "Prompts sent to prefill, by the decision about a prefix that another instance holds",
+            ["decision"],
+            registry=self.registry,
+        )
+        self.prompt_tokens = Counter(
+            "kvferry_router_prompt_tokens",
+            "Tokens of prompts that prefill workers report, by where their cache came from",
+            ["source"],
+            registry=self.registry,
+        )
+        self.remembered = Gauge(
+            "kvferry_router_remembered_pieces",
+            "Pieces of conversations whose holder the router remembers",
+            registry=self.registry,
+        )
         self.queued = Gauge(
             "kvferry_router_queued",
             "Requests that wait for a worker that is not full",
@@ -71,6 +89,16 @@ class RouterMetrics:
             "answered" if isinstance(outcome, OpenResponse) else outcome.fault_domain.name.lower()
         )
         self._attempts.labels(kind).inc()
+
+    def count_prompt(self, usage: PrefillReport.Usage, own: PrefillReport.Own | None) -> None:
+        """Count the tokens of a prompt that a prefill worker has computed, had, or pulled."""
+        pulled = own.pulled if own else 0
+        for source, num_tokens in (
+            ("computed", usage.prompt_tokens - usage.cached_tokens),
+            ("cached", usage.cached_tokens - pulled),
+            ("pulled", pulled),
+        ):
+            self.prompt_tokens.labels(source).inc(max(0, num_tokens))
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""

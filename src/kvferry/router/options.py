@@ -54,6 +54,27 @@ MAX_REPLICAS = 4096
 MAX_MISSES = 2
 
 
+class PullOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whether and when the router has prefill workers pull a conversation's cache.
+
+    ``fixed_s``, ``token_s`` and ``compute_token_s`` begin the cost model, which is then fitted to
+    the answers of the reference engine: the seconds of any pull, those of a token in it, and those
+    of a token to compute. ``max_pieces`` and ``max_bytes`` bound the memory.
+    """
+
+    enabled: bool = True
+    fixed_s: float = 0.01
+    token_s: float = 5e-6
+    compute_token_s: float = 5e-5
+    max_pieces: int = 65536
+    max_bytes: int = 16 << 20
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if getattr(self, name) < 0:
+                raise InputError(f"{name} must be 0 or more, not {getattr(self, name):g}")
+
+
 class RouterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of a router. It uses workers of the discovery service and at the given URLs.
 
@@ -79,6 +100,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     policy: BalancePolicy = BalancePolicy.LEAST_LOADED
     on_failure: OnFailure = OnFailure.LOCAL
     first_token: FirstTokenFrom = FirstTokenFrom.PREFILL
+    pull: PullOptions = PullOptions()
     attempts: int = 3
     max_in_flight: int | None = None
     max_queued: int = 256

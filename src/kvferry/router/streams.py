@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from typing import NamedTuple
 
 from aiohttp import web
 
@@ -43,11 +44,13 @@ class WholeEvents:
         self._rewrite = rewrite
         self._reader = EventReader(most_bytes)
         self._last = ""
+        self.num_events = 0
 
     def take(self, data: bytes) -> bytes:
         """Return the events that these bytes complete; raise ``ValueError`` if one is too long."""
         events = list(self._reader.feed(data))
         for event in events:
+            self.num_events += event.data is not None
             self._last = self._last if event.data is None else event.data
         return b"".join(self._rewrite(event) for event in events)
 
@@ -91,6 +94,11 @@ class StreamPart:
         """Whether it ended as it should, or with the worker's own error."""
         return self._events.ended
 
+    @property
+    def num_events(self) -> int:
+        """Number of its events so far."""
+        return self._events.num_events
+
     async def copy(self, response: web.StreamResponse) -> FailedAttempt | None:
         """Copy events to the client until they end, break, or the part is left.
 
@@ -130,28 +138,38 @@ async def nowhere(part: StreamPart, failure: FailedAttempt | None) -> None:
         raise client_error(failure)
 
 
+class Relayed(NamedTuple):
+    """The worker that sent the last part of a stream, and the number of the stream's events."""
+
+    worker: Worker
+    num_events: int
+
+
 async def relay(
     response: web.StreamResponse, first: StreamPart, deadline: float, following: Following = nowhere
-) -> web.StreamResponse:
+) -> Relayed:
     """Relay a stream, part after part; if it breaks, end the client's with an error event."""
+    # One of them may be copied several times.
+    parts = [first]
     part: StreamPart | None = first
     try:
         async with asyncio.timeout_at(deadline):
             while part is not None:
                 failure = await part.copy(response)
                 part = await following(part, failure)
+                if part is not None and part is not parts[-1]:
+                    parts.append(part)
     except ApiError as error:
-        return await end_with(response, error)
+        await response.write(error.event())
     except TimeoutError:
-        if part is None or not part.ended:
+        if not parts[-1].ended:
             message = "the response was not complete at its deadline"
-            return await end_with(response, ApiError(504, message, code="deadline"))
+            await response.write(ApiError(504, message, code="deadline").event())
     await response.write_eof()
-    return response
+    return Relayed(parts[-1].worker, sum(one.num_events for one in parts))
 
 
-async def end_with(response: web.StreamResponse, error: ApiError) -> web.StreamResponse:
+async def end_with(response: web.StreamResponse, error: ApiError) -> None:
     """End the client's stream with an error event."""
     await response.write(error.event())
     await response.write_eof()
-    return response

@@ -86,6 +86,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
         "discovery",
         "engine",
         "decode-engine",
+        "pull",
         "first-token",
         "max-in-flight",
         *routing,
@@ -99,7 +100,9 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
             help=f"an additional {name} worker; may be repeated; NAME=URL for vLLM and SGLang",
         )
     router.set_defaults(kind="router", prefill_url=None, decode_url=None)
-    router.set_defaults(engine=None, decode_engine=None, first_token=None, max_in_flight=None)
+    router.set_defaults(
+        engine=None, decode_engine=None, first_token=None, max_in_flight=None, pull=None
+    )
 
 
 def _part(parts: argparse._SubParsersAction[Any], name: str, what: str) -> Parser:

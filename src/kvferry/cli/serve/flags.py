@@ -30,6 +30,7 @@ from kvferry.router.options import (
     EngineName,
     FirstTokenFrom,
     OnFailure,
+    PullOptions,
     RouterOptions,
 )
 from kvferry.router.worker_pool import WorkerRole
@@ -104,6 +105,10 @@ FLAGS: dict[str, dict[str, Any]] = {
     "max-in-flight": {
         "metavar": "N",
         "help": "requests at a decode worker that reports no limit, such as vLLM's (no limit)",
+    },
+    "pull": {
+        "choices": ["on", "off"],
+        "help": "whether prefill pulls a conversation's cache from who last held it (on)",
     },
     "first-token": {
         "choices": list(map(str, FirstTokenFrom)),
@@ -206,6 +211,8 @@ def router_of(args: argparse.Namespace) -> RouterOptions:
         fields["decode_engine"] = EngineName(args.decode_engine)
     if args.first_token is not None:
         fields["first_token"] = FirstTokenFrom(args.first_token)
+    if args.pull is not None:
+        fields["pull"] = PullOptions(enabled=args.pull == "on")
     if given("--max-in-flight", args.max_in_flight) is not None:
         fields["max_in_flight"] = whole("--max-in-flight", least=1)(args.max_in_flight)
     discovery = given("--discovery", args.discovery)

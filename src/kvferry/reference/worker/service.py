@@ -97,7 +97,7 @@ class ServeJob:
     """One request: what it asks for, and what has become of it.
 
     ``ticket`` is None if the whole request is computed here. ``holder`` names an instance that may
-    have a prefix of it, of which ``pulled`` tokens came. ``queued``: the engine has the request,
+    have a prefix of it. ``queued``: the engine has the request,
     which on prefill waits for decode's pages. ``answered``: nobody waits for more. ``prefix``
     counts the prompt's tokens that were cached here, with the pulled ones, and ``cached`` those
     that no worker computed for this request. ``report`` is how its cache came here. ``trace`` is
@@ -116,7 +116,6 @@ class ServeJob:
     admitted_at: float | None = None
     prefix: int = 0
     cached: int = 0
-    pulled: int = 0
     queued: bool = False
     answered: bool = False
     trace: tuple[str, str] = field(default_factory=current)
@@ -343,16 +342,18 @@ class EngineService:
 
     def _queue(self, job: ServeJob) -> None:
         """Pull the prefix if somebody may have it, then give the job to the engine."""
+        now = time.monotonic()
         if not job.holder or self._extension is None:
-            self._add(job, 0)
+            self._add(job, now, 0)
         elif not job.answered:
-            left_s = max(job.transfer_deadline - time.monotonic(), LEAST_S)
-            add = partial(self._add, job)
+            left_s = max(job.transfer_deadline - now, LEAST_S)
+            add = partial(self._add, job, now)
             self._prefixes.pull(job.request, job.holder, left_s, job.trace, add)
 
-    def _add(self, job: ServeJob, pulled: int) -> None:
+    def _add(self, job: ServeJob, since: float, pulled: int) -> None:
         if not job.answered:
-            job.pulled = pulled
+            if job.holder:
+                job.report = {"pulled": pulled, "pull_s": time.monotonic() - since}
             self._engine.add(job.request)
             job.queued = True
 
@@ -392,8 +393,10 @@ class EngineService:
                 elif self._extension is not None:
                     # A transfer would have been possible.
                     source = "recomputed" if job.ticket is None else "computed"
-                    job.report = {"source": source, "prefix": output.prefix, "pulled": job.pulled}
+                    job.report |= {"source": source, "prefix": output.prefix}
             case Produced():
+                if job.admitted_at is not None and "compute" in str(job.report.get("source")):
+                    job.report.setdefault("compute_s", time.monotonic() - job.admitted_at)
                 job.send(output)
                 # On prefill, the transfer goes on without the job's caller.
                 if output.finish is not None and job.request.id not in self._rooms:
@@ -449,11 +452,10 @@ class EngineService:
         assert job.admitted_at is not None
         assert job.ticket is not None
         job.cached = first.cached
-        job.report = {
+        job.report |= {
             "room": job.ticket.room,
             "source": "transferred",
             "prefix": job.prefix,
-            "pulled": job.pulled,
             "bytes": (len(job.request.prompt) - job.prefix) * self._token_bytes,
             "seconds": time.monotonic() - job.admitted_at,
         }
