@@ -58,9 +58,11 @@ class FakeWorker:
         self.load = 0
         self.limits: dict[str, int] = {}
         self.gate = asyncio.Event()
+        self.second_gate = asyncio.Event()
         self.num_checks = 0
         self.is_silent = False
         self.problem = ""
+        self.status = "ok"
         self.port = 0
         self._site: HttpSite | None = None
 
@@ -71,6 +73,7 @@ class FakeWorker:
     async def start(self) -> None:
         app = web.Application()
         app.router.add_get("/healthz", self._health)
+        app.router.add_post("/drain", self._drain)
         app.router.add_post("/v1/completions", self._answer)
         app.router.add_post("/v1/chat/completions", self._answer)
         await self.listen(app)
@@ -105,10 +108,15 @@ class FakeWorker:
                 "waiting": 0,
                 "free_tokens": 1000,
                 "problem": self.problem,
+                "status": self.status,
                 **self.limits,
             },
             status=503 if self.problem else 200,
         )
+
+    async def _drain(self, request: web.Request) -> web.Response:
+        self.status = "draining"
+        return web.json_response({"status": self.status})
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

@@ -95,7 +95,8 @@ class InstanceOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     ``folder`` is the model's, ``model`` the name under which it is served. ``advertise`` is the
     address at which others reach this host (by default ``host``). ``deadline_s`` is the longest
-    time for a transfer. ``layers`` is how many layers a prefill worker pushes at a time.
+    time for a transfer. ``drain_s`` is the longest time from SIGTERM to the worker's end.
+    ``layers`` is how many layers a prefill worker pushes at a time.
     """
 
     role: WorkerRole
@@ -110,6 +111,7 @@ class InstanceOptions(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 0
     advertise: str = ""
     deadline_s: float = 60.0
+    drain_s: float = 600.0
     layers: Layers = "auto"
     endpoint: EndpointConfig = EndpointConfig()
 
@@ -119,8 +121,9 @@ class InstanceOptions(msgspec.Struct, frozen=True, kw_only=True):
                 f"the worker's name {self.name!r:.100} must begin with a letter or digit and have "
                 f"only those and . _ : + / - (at most 200)"
             )
-        if self.deadline_s <= 0:
-            raise InputError(f"deadline_s must be above 0, not {self.deadline_s}")
+        for name in ("deadline_s", "drain_s"):
+            if getattr(self, name) <= 0:
+                raise InputError(f"{name} must be above 0, not {getattr(self, name)}")
 
     @property
     def fingerprint(self) -> str:

@@ -13,12 +13,13 @@ import aiohttp
 import msgspec
 
 from kvferry.http.sse import EventReader
-from kvferry.router.bodies import ID_BITS, OWN_FIELD, STREAM_FIELDS, ApiCall
+from kvferry.router.bodies import ID_BITS, OWN_FIELD, REPORT, STREAM_FIELDS, ApiCall
 from kvferry.router.first_token import Continuation, may_continue
 from kvferry.router.options import EngineName, replicated
 from kvferry.router.streams import DONE
 from kvferry.router.upstream import (
     TRANSFER_FAILED,
+    WORKER_DRAINING,
     AttemptOutcome,
     FailedAttempt,
     FaultDomain,
@@ -45,11 +46,12 @@ class EngineAdapter(ABC):
     """Adapter of one engine.
 
     ``needs_seed``: both workers sample, so they need one seed. ``can_pull``: a prefill worker can
-    pull the prompt's prefix from the instance ``holder``.
+    pull the prompt's prefix from the instance ``holder``. ``drains``: a worker has ``/drain``.
     """
 
     needs_seed = False
     can_pull = False
+    drains = False
 
     @abstractmethod
     def for_prefill(self, call: ApiCall, room: int, deadline_s: float, holder: str = "") -> bytes:
@@ -91,6 +93,17 @@ class EngineAdapter(ABC):
         """Return the body for the decode worker that continues the stream."""
         return self.for_decode(rest.call, room, prefill, deadline_s)
 
+    def can_move(self, call: ApiCall) -> bool:
+        """Return whether another worker can go on with the call's answer; see ``moving``."""
+        return False
+
+    def for_move(self, rest: ApiCall, holder: str) -> bytes:
+        """Return the body for a decode worker that sends the rest of an answer.
+
+        It pulls what is computed from the instance ``holder``.
+        """
+        return self.whole(rest)
+
     def num_events(self, call: ApiCall) -> int:
         """Return how many events of a stream show that its worker computes the answer."""
         return 1
@@ -109,6 +122,7 @@ class KvferryAdapter(EngineAdapter):
 
     needs_seed = True
     can_pull = True
+    drains = True
 
     def for_prefill(self, call: ApiCall, room: int, deadline_s: float, holder: str = "") -> bytes:
         """Leave out the stream, and add the room and the holder."""
@@ -119,11 +133,28 @@ class KvferryAdapter(EngineAdapter):
     def for_decode(self, call: ApiCall, room: int, prefill: str, deadline_s: float) -> bytes:
         """Add the room and the prefill worker's name."""
         own = {"room": room, "prefill": prefill, "deadline_s": deadline_s}
-        return msgspec.json.encode(call.body | {OWN_FIELD: own})
+        return self._answer(call, {OWN_FIELD: own})
 
     def whole(self, call: ApiCall) -> bytes:
         """Return the client's body."""
-        return msgspec.json.encode(call.body)
+        return self._answer(call, {})
+
+    def can_move(self, call: ApiCall) -> bool:
+        """Accept every stream: the worker supports no request whose rest would differ."""
+        return call.stream
+
+    def for_move(self, rest: ApiCall, holder: str) -> bytes:
+        """Add the holder's name."""
+        return self._answer(rest, {OWN_FIELD: _held_by(holder)})
+
+    def _answer(self, call: ApiCall, more: dict[str, Any]) -> bytes:
+        """Return a decode worker's body, which asks for the token ids of a stream."""
+        ids = {REPORT: True} if call.stream else {}
+        return msgspec.json.encode(call.body | ids | more)
+
+    def rejects(self, outcome: AttemptOutcome) -> bool:
+        """Return whether the worker drains."""
+        return isinstance(outcome, FailedAttempt) and outcome.code == WORKER_DRAINING
 
     async def check_health(
         self, session: aiohttp.ClientSession, worker: Worker, nonce: str

@@ -27,9 +27,10 @@ from kvferry.router.forward import Forwarder
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.options import RouterOptions, named_url
 from kvferry.router.status import RouterStatus, worker_status
-from kvferry.router.upstream import cancel_and_wait
+from kvferry.router.upstream import cancel_and_wait, client_error
 from kvferry.router.watch import WorkerWatch
 from kvferry.router.worker_pool import AnnouncedWorker, WorkerPool, WorkerRole
+from kvferry.security.signing import RequestVerifier
 from kvferry.security.tokens import token_problem
 
 log = logging.getLogger("kvferry.router")
@@ -62,6 +63,7 @@ class Router:
         self._watch = WorkerWatch(options, self.pool, discovery, key, adapter.check_health)
         self._status = RouterStatus(discovery, self.pool, key)
         self._key = key.http if key is not None else None
+        self._verifier = RequestVerifier(self._key) if self._key is not None else None
         self._since = int(time.time())
 
     def application(self) -> web.Application:
@@ -73,6 +75,7 @@ class Router:
                 web.get("/metrics", self._metrics_text),
                 web.get("/v1/models", self._list_models),
                 web.get("/v1/models/{model:.+}", self._one_model),
+                web.post("/drain/{worker:.+}", self._drain),
                 web.post("/v1/completions", self._answer),
                 web.post("/v1/chat/completions", self._answer),
                 *PageRoutes(self._status).routes(),
@@ -157,8 +160,33 @@ class Router:
     # ------------------------------------------------------------ operation
 
     async def _health(self, request: web.Request) -> web.Response:
+        about: dict[str, object] = {"role": "router", "status": "ok"}
+        if self._verifier is not None:
+            introduction = self._verifier.introduce(request.query.get("nonce", ""))
+            about |= msgspec.to_builtins(introduction)
         workers = [msgspec.to_builtins(worker_status(worker)) for worker in self.pool.workers]
-        return json_response({"role": "router", "status": "ok", "workers": workers})
+        return json_response(about | {"workers": workers})
+
+    async def _drain(self, request: web.Request) -> web.Response:
+        """Send no new requests to a worker, and have it end after the last one."""
+        self._demand_signed(request, await read_body(request))
+        name = request.match_info["worker"]
+        found = [worker for worker in self.pool.workers if name in (worker.name, worker.url)]
+        if len(found) != 1:
+            message = f"{len(found)} workers are called {name!r:.200}; GET /healthz lists them"
+            raise ApiError(404, message, code="not_found")
+        failure = await self._forwarder.drain(found[0])
+        if failure is not None:
+            raise client_error(failure)
+        return json_response({"status": "draining"})
+
+    def _demand_signed(self, request: web.Request, body: bytes) -> None:
+        """Refuse a request that is not signed with the cluster key, if there is one."""
+        if self._verifier is not None:
+            header, now = request.headers.get("Authorization", ""), time.time()
+            refused = self._verifier.check(header, request.method, request.raw_path, body, now)
+            if refused is not None:
+                raise ApiError(401, refused.message, code=f"ticket_{refused.fault}")
 
     async def _metrics_text(self, request: web.Request) -> web.Response:
         content = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}

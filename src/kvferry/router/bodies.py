@@ -16,6 +16,8 @@ from kvferry.http.api_errors import ApiError
 from kvferry.router.options import OnFailure
 
 OWN_FIELD = "kvferry"
+# Fields of the reference worker: report each token, and continue after these tokens of the answer.
+REPORT, ANSWERED = "return_token_ids", "answered_token_ids"
 # Fields for clients that read a stream.
 STREAM_FIELDS = ("stream", "stream_options")
 # Size of a room id and of a seed; all JSON parsers in use keep 63 bits.

@@ -25,9 +25,10 @@ from kvferry.router.conversations import Piece
 from kvferry.router.first_token import Continuation, continuation
 from kvferry.router.holders import HolderMemory
 from kvferry.router.metrics import RouterMetrics
+from kvferry.router.moving import StreamMover
 from kvferry.router.options import FirstTokenFrom, OnFailure, RouterOptions
 from kvferry.router.queue import RequestQueue
-from kvferry.router.streams import WholeEvents, begin, end_with, relay
+from kvferry.router.streams import Relayed, StreamPart, begin, end_with, relay
 from kvferry.router.upstream import (
     AttemptOutcome,
     FailedAttempt,
@@ -35,6 +36,7 @@ from kvferry.router.upstream import (
     OpenResponse,
     Upstream,
     cancel_and_wait,
+    client_error,
     is_prefill_failure,
     new_session,
 )
@@ -130,11 +132,6 @@ def _no_worker(tried: AttemptState, role: WorkerRole, remedy: str) -> ApiError:
     return ApiError(503, f"no {role} worker is up; {remedy}", code=f"no_{role}_worker")
 
 
-def client_error(failure: FailedAttempt) -> ApiError:
-    """Return the error for the client after the last failure."""
-    return ApiError(failure.status, failure.message, code=failure.code, document=failure.document)
-
-
 class Forwarder:
     """Forwards clients' requests to workers, until ``close``."""
 
@@ -162,6 +159,19 @@ class Forwarder:
         if self._session is not None:
             await self._session.close()
 
+    async def drain(self, worker: Worker) -> FailedAttempt | None:
+        """Send no new requests to a worker, and have it drain; return why it does not."""
+        self._session = self._session or new_session()
+        if not self._adapter.drains:
+            message = f"the {worker} is drained with SIGTERM, not by the router"
+            return FailedAttempt(worker, FaultDomain.REQUEST, message, 400, "unsupported")
+        # First, so that no request arrives there only to be refused.
+        worker.leave_out(asyncio.get_running_loop().time())
+        with Upstream(self._session, self._key) as upstream:
+            async with self._before(asyncio.get_running_loop().time() + self._options.check_s):
+                outcome = await upstream.send(worker, "/drain", b"", stream=False)
+        return outcome if isinstance(outcome, FailedAttempt) else None
+
     async def answer(self, request: web.Request, call: ApiCall) -> web.StreamResponse:
         """Handle one request, before its deadline."""
         self._session = self._session or new_session()
@@ -171,26 +181,46 @@ class Forwarder:
                 until = asyncio.get_running_loop().time() + self._options.queue_s
                 tried = AttemptState(self._holders.pieces_of(call), queued_until=until)
                 opened = await self._open(upstream, call, tried)
-            headers, events = _names(opened.pair), WholeEvents()
+            headers = _names(opened.pair)
             if isinstance(opened, FirstTokenOpened):
                 response = await begin(request, headers, {})
-                events = WholeEvents(opened.rest.rewrite)
-                await self._continue(upstream, response, opened, events, deadline)
+                relayed = await self._continue(upstream, response, opened, deadline)
             elif call.stream:
                 response = await begin(request, headers, opened.response.response.headers)
-                await relay(response, opened.response, events, deadline)
+                relayed = await self._relay(upstream, response, call, opened, tried, deadline)
             else:
-                self._remember(tried, opened, opened.response.head)
+                self._remember(tried, opened, opened.pair.decode, opened.response.head)
                 return web.Response(body=opened.response.head, content_type=JSON, headers=headers)
-            self._remember(tried, opened, events.num_events)
+            self._remember(tried, opened, *relayed)
             return response
 
+    async def _relay(
+        self,
+        upstream: Upstream,
+        response: web.StreamResponse,
+        call: ApiCall,
+        opened: Opened,
+        tried: AttemptState,
+        deadline: float,
+    ) -> Relayed:
+        if not self._adapter.can_move(call):
+            return await relay(response, StreamPart(opened.response), deadline)
+        mover = StreamMover(
+            *(call, self._pool, self._adapter, self._metrics),
+            send=partial(self._send, upstream),
+            begin_anew=partial(self._begin_anew, upstream, tried),
+        )
+        return await relay(response, mover.part(opened.response), deadline, mover.following)
+
     def _remember(
-        self, tried: AttemptState, opened: Opened | FirstTokenOpened, answer: bytes | int
+        self,
+        tried: AttemptState,
+        opened: Opened | FirstTokenOpened,
+        decode: Worker,
+        answer: bytes | int,
     ) -> None:
         """Remember which workers hold the prompt and the answer."""
-        pair = opened.pair
-        self._holders.answered(tried.pieces, pair.decode, pair.prefill, opened.room, answer)
+        self._holders.answered(tried.pieces, decode, opened.pair.prefill, opened.room, answer)
 
     @contextlib.asynccontextmanager
     async def _before(self, deadline: float) -> AsyncIterator[None]:
@@ -206,17 +236,17 @@ class Forwarder:
         upstream: Upstream,
         response: web.StreamResponse,
         first: FirstTokenOpened,
-        events: WholeEvents,
         deadline: float,
-    ) -> web.StreamResponse:
+    ) -> Relayed:
         """Send the first token, then the rest from decode."""
         await response.write(first.rest.head)
         try:
             async with self._before(deadline):
                 opened = await self._open_rest(upstream, first)
         except ApiError as error:
-            return await end_with(response, error)
-        return await relay(response, opened, events, deadline)
+            await end_with(response, error)
+            return Relayed(first.pair.decode, 0)
+        return await relay(response, StreamPart(opened, first.rest.rewrite), deadline)
 
     async def _open_rest(self, upstream: Upstream, first: FirstTokenOpened) -> OpenResponse:
         """Ask the decode worker of the pair; if it fails, begin anew with the longer prompt."""
@@ -234,6 +264,18 @@ class Forwarder:
             return outcome
         self._record_failure(rest.call, tried, first.pair, outcome)
         opened = await self._open(upstream, rest.call, tried, from_prefill=False)
+        assert not isinstance(opened, FirstTokenOpened)
+        return opened.response
+
+    async def _begin_anew(
+        self, upstream: Upstream, tried: AttemptState, call: ApiCall, failure: FailedAttempt
+    ) -> OpenResponse:
+        """Begin a call anew that has failed at a decode worker; raise if no attempt is left."""
+        tried.attempts += 1
+        tried.queued_until = asyncio.get_running_loop().time() + self._options.queue_s
+        self._metrics.attempt(failure)
+        self._record_failure(call, tried, WorkerPair(None, failure.worker), failure)
+        opened = await self._open(upstream, call, tried, from_prefill=False)
         assert not isinstance(opened, FirstTokenOpened)
         return opened.response
 

@@ -44,7 +44,9 @@ class HolderMemory:
         """Return the holder to name to a prefill worker; empty if there is none that pays."""
         if not pieces:
             return ""
-        up = {name for worker in self._pool.workers if worker.up for name in _instances(worker)}
+        # A draining worker still lends what it has.
+        lends = [worker for worker in self._pool.workers if worker.up or worker.draining]
+        up = {name for worker in lends for name in _instances(worker)}
         choice = self._known.choose(pieces, _instance(prefill, room), up)
         self._metrics.prefixes.labels(choice.decision).inc()
         return choice.holder if choice.decision is PullDecision.PULL else ""

@@ -41,6 +41,13 @@ class RouterMetrics:
             "Streams whose first token came from prefill",
             registry=self.registry,
         )
+        self.moves = Histogram(
+            "kvferry_router_move_seconds",
+            "Seconds for which a stream paused until another worker sent its rest",
+            ["reason"],
+            buckets=BUCKETS,
+            registry=self.registry,
+        )
         self.prefixes = Counter(
             "kvferry_router_prefixes",
             "Prompts sent to prefill, by the decision about a prefix that another instance holds",

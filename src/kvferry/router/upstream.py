@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import aiohttp
 
 from kvferry import ClusterKey, KvferryError
-from kvferry.http.api_errors import JSON, parse_error
+from kvferry.http.api_errors import JSON, ApiError, parse_error
 from kvferry.http.sse import EventReader
 from kvferry.router.worker_pool import Worker, WorkerRole
 from kvferry.security.signing import sign
@@ -30,6 +30,7 @@ MAX_RESPONSE_BYTES = 64 << 20
 TRANSFER_FAILED = "kv_transfer_failed"
 # The worker lost a rank for an unknown reason, in a step that ran the request.
 WORKER_LOST = "worker_lost"
+WORKER_DRAINING = "worker_draining"
 # Another worker would fail in the same way.
 REQUEST_FAILED = ("sampling_failed", "request_broke_worker")
 # Of a worker that has as many requests as it takes. Another one may have capacity.
@@ -63,6 +64,11 @@ class FailedAttempt(NamedTuple):
     status: int = 502
     code: str = "worker_failed"
     document: bytes = b""
+
+
+def client_error(failure: FailedAttempt) -> ApiError:
+    """Return the error for the client after the last failure."""
+    return ApiError(failure.status, failure.message, code=failure.code, document=failure.document)
 
 
 class OpenResponse(NamedTuple):
@@ -131,7 +137,7 @@ class Upstream:
         self, worker: Worker, path: str, body: bytes, num_events: int, headers: dict[str, str]
     ) -> AttemptOutcome:
         """Send a request. With ``num_events`` 0 the response is no stream, and is read whole."""
-        with translate_errors(worker):
+        with translate_errors(worker), contextlib.ExitStack() as opened:
             response = await self._session.post(
                 worker.url + path,
                 # As a file, so that aiohttp sends a large body in pieces.
@@ -139,17 +145,18 @@ class Upstream:
                 headers=headers | self._headers(worker, "POST", path, body),
                 allow_redirects=False,
             )
-            self._open.callback(response.close)
+            opened.callback(response.close)
             if response.status == 401:
                 # It has restarted or has another key; the next health check shows which.
                 worker.mark_down("the worker rejects this router's signature")
             if response.status != 200:
-                return _failed_attempt(worker, response.status, await _read_all(response))
+                return failed_attempt(worker, response.status, await _read_all(response))
             if not num_events:
                 return OpenResponse(worker, response, await _read_all(response))
             head = await _read_events(response, num_events)
             if not head:
                 raise WorkerBroke(f"the {worker} sent an empty response")
+            self._open.push(opened.pop_all())
             return OpenResponse(worker, response, head)
 
     def _headers(self, worker: Worker, method: str, path: str, body: bytes = b"") -> dict[str, str]:
@@ -221,7 +228,8 @@ async def _read_all(response: aiohttp.ClientResponse) -> bytes:
     return bytes(data)
 
 
-def _failed_attempt(worker: Worker, status: int, document: bytes) -> FailedAttempt:
+def failed_attempt(worker: Worker, status: int, document: bytes) -> FailedAttempt:
+    """Return the meaning of a worker's error response."""
     code, message = parse_error(document)
     if not message:
         return FailedAttempt(

@@ -21,6 +21,8 @@ from kvferry.router.options import MAX_MISSES, BalancePolicy
 # vLLM's health checks succeed while it shuts down, but it rejects requests. This is how often the
 # router tries again whether such a worker accepts them.
 REJECTED_S = 30.0
+# Status of a reference worker that takes no new requests.
+DRAINING = "draining"
 
 
 class WorkerRole(StrEnum):
@@ -60,6 +62,7 @@ class WorkerHealth(msgspec.Struct, frozen=True):
     life: str = ""
     proof: str = ""
     problem: str = ""
+    status: str = ""
 
 
 @dataclass(eq=False, slots=True)
@@ -67,7 +70,8 @@ class Worker:
     """One worker. ``in_flight`` counts this router's requests, ``others`` all further ones.
 
     ``refuses``: the worker has answered that it is full, or its tokens are used up, and no request
-    has ended there since. ``on_change`` is called when a request ends.
+    has ended there since. ``draining``: it takes no new requests, and ends after the last one.
+    ``on_change`` is called when a request ends.
     """
 
     url: str
@@ -83,6 +87,7 @@ class Worker:
     others: int = 0
     max_in_flight: int | None = None
     refuses: bool = False
+    draining: bool = False
     on_change: Callable[[], None] = lambda: None
     last_chosen: int = 0
     well_at: float = float("-inf")
@@ -117,8 +122,9 @@ class Worker:
         self.up, self.problem = False, problem
 
     def leave_out(self, now: float) -> None:
-        """Use the worker no more for a while, because it has rejected a request."""
+        """Use the worker no more for a while, because it rejects requests."""
         self.left_out_until = now + REJECTED_S
+        self.draining = True
         self.mark_down("it accepts no new requests")
 
     def __str__(self) -> str:
@@ -189,8 +195,10 @@ class WorkerPool:
             return
         worker.name, worker.model, worker.life = health.name, health.model, health.life
         worker.misses = 0
-        if now >= worker.left_out_until:
-            worker.up, worker.problem = True, ""
+        if health.status == DRAINING:
+            worker.leave_out(now)
+        elif now >= worker.left_out_until:
+            worker.up, worker.problem, worker.draining = True, "", False
         worker.others = max(0, health.running + health.waiting - worker.in_flight)
         worker.well_at = now
         worker.lost.clear()
@@ -206,7 +214,7 @@ class WorkerPool:
         worker.misses += 1
         if sure:
             # It has ended, and accepts requests when it is well again.
-            worker.left_out_until = float("-inf")
+            worker.left_out_until, worker.draining = float("-inf"), False
         if sure or worker.misses >= MAX_MISSES:
             worker.mark_down(problem)
         # A worker that is stopping may still finish its requests; a silent one does not.

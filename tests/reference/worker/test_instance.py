@@ -194,26 +194,47 @@ def test_another_checkpoint_is_refused_with_the_reason(models: Models, tmp_path:
 # ---------------------------------------------------------------- the end
 
 
-def test_sigterm_ends_a_worker_and_tells_its_callers(models: Models) -> None:
-    options = options_for("decode", models[TinyKind.LLAMA], None, Parallel())
+def streams_until_told(
+    models: Models, number: signal.Signals, max_tokens: int, **changes: Any
+) -> list[bytes]:
+    """The events of a stream whose worker got a signal after the first. The worker must end."""
+    options = options_for("decode", models[TinyKind.LLAMA], None, Parallel(), **changes)
 
     async def talk(caller: Caller, url: str, pid: int) -> bytes:
-        body = body_of(PROMPTS[1], max_tokens=1900) | {"stream": True}
+        body = body_of(PROMPTS[1], max_tokens=max_tokens) | {"stream": True}
         async with caller.session.post(f"{url}/v1/completions", json=body) as response:
-            await response.content.readuntil(b"\n\n")
-            signal_to(pid)
-            return await response.read()
+            first = await response.content.readuntil(b"\n\n")
+            os.kill(pid, number)
+            if number is signal.SIGTERM:
+                await caller.until(url, lambda told: told["status"] == "draining")
+                refused = await caller.post(url, body_of(PROMPTS[0]))
+                assert refused.document["error"]["code"] == "worker_draining"
+            return first + await response.read()
 
     with apart(options) as (worker,):
         assert worker.process is not None
         assert worker.process.pid is not None
-        begun = time.monotonic()
         raw = call(partial(talk, url=worker.url, pid=worker.process.pid))
         worker.process.join(PATIENCE_S)
         assert worker.process.exitcode == 0
-        assert time.monotonic() - begun < PATIENCE_S / 2
-    last = [line for line in raw.decode().split("\n\n") if line][-1]
-    assert '"code":"worker_ended"' in last
+    return [event for event in raw.split(b"\n\n") if event]
+
+
+def test_sigterm_lets_a_worker_finish(models: Models) -> None:
+    told = streams_until_told(models, signal.SIGTERM, 400)
+    # A token each, and the end.
+    assert len(told) == 401
+    assert told[-1] == b"data: [DONE]"
+
+
+def test_a_worker_drains_no_longer_than_its_limit(models: Models) -> None:
+    told = streams_until_told(models, signal.SIGTERM, 1900, drain_s=0.5)
+    assert b'"code":"worker_ended"' in told[-1]
+
+
+def test_sigint_ends_a_worker_and_tells_its_callers(models: Models) -> None:
+    told = streams_until_told(models, signal.SIGINT, 1900)
+    assert b'"code":"worker_ended"' in told[-1]
 
 
 def test_sigterm_while_it_starts_leaves_no_process(models: Models) -> None:

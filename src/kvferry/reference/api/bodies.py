@@ -2,7 +2,8 @@
 
 Fields that would change the answer and are not supported are refused; other unknown fields
 are ignored, as clients send many. Beyond OpenAI's fields there are ``ignore_eos`` and
-``return_token_ids`` as in vLLM, and ``kvferry``, which says how the prompt's cache travels.
+``return_token_ids`` as in vLLM, ``answered_token_ids``, which the answer continues, and
+``kvferry``, which says how the prompt's cache travels.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     stream_options: dict[str, object] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
+    answered_token_ids: list[int] | None = None
     kvferry: OwnField | None = None
 
 
@@ -144,7 +146,7 @@ def _decoded(data: bytes, kind: type[B], serving: Serving) -> B:
 
 def _job(body: Body, serving: Serving, prompt: list[int], max_tokens: int) -> ServeJob:
     options, own, now = serving.options, body.kvferry, time.monotonic()
-    is_chat = isinstance(body, ChatBody)
+    is_chat, answered = isinstance(body, ChatBody), body.answered_token_ids or []
     ticket = None
     if own is not None and own.room is not None:
         ticket = Ticket(own.room, own.prefill or "")
@@ -156,8 +158,9 @@ def _job(body: Body, serving: Serving, prompt: list[int], max_tokens: int) -> Se
     try:
         request = EngineRequest(
             id=f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}",
-            prompt=tuple(prompt),
-            max_tokens=max_tokens,
+            prompt=(*prompt, *answered),
+            answered=len(answered),
+            max_tokens=max_tokens - len(answered),
             sampling=Sampling(
                 temperature=1.0 if body.temperature is None else body.temperature,
                 top_p=1.0 if body.top_p is None else body.top_p,

@@ -45,11 +45,16 @@ class Api:
     """The HTTP application of a worker; ``registry`` is for metrics of its connections."""
 
     def __init__(
-        self, service: EngineService, serving: Serving, verifier: RequestVerifier | None
+        self,
+        service: EngineService,
+        serving: Serving,
+        verifier: RequestVerifier | None,
+        drain: Callable[[], None],
     ) -> None:
         self._service = service
         self._serving = serving
         self._verifier = verifier
+        self._begin_drain = drain
         self.registry = CollectorRegistry()
 
     def application(self) -> web.Application:
@@ -60,6 +65,7 @@ class Api:
                 web.get("/healthz", self._health),
                 web.get("/metrics", self._metrics),
                 web.get("/v1/models", self._models),
+                web.post("/drain", self._drain),
                 web.post("/v1/completions", partial(self._answer, parse_completion)),
                 web.post("/v1/chat/completions", partial(self._answer, parse_chat)),
             ]
@@ -84,10 +90,16 @@ class Api:
         if self._verifier is not None:
             introduction = self._verifier.introduce(request.query.get("nonce", ""))
             about |= {name: value for name, value in asdict(introduction).items() if value}
-        about |= {"status": "ended" if died.done() else "ok"} | self._service.state()
+        status = "draining" if self._service.is_draining else "ok"
+        about |= {"status": "ended" if died.done() else status} | self._service.state()
         if died.done() and died.result() is not None:
             about["problem"] = str(died.result())
         return json_response(about, 503 if died.done() else 200)
+
+    async def _drain(self, request: web.Request) -> web.Response:
+        self._demand_signed(request, await read_body(request))
+        self._begin_drain()
+        return json_response({"status": "draining"})
 
     async def _metrics(self, request: web.Request) -> web.Response:
         content = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
@@ -165,11 +177,11 @@ class AnswerWriter:
         self._object = "chat.completion" if job.is_chat else "text_completion"
         now = int(time.time())
         self._head: Document = {"id": job.request.id, "created": now, "model": model}
-        self._num_tokens = 0
+        self._num_tokens = job.request.answered
 
     def whole(self, pieces: Sequence[Produced]) -> Document:
         """Return the whole answer."""
-        self._num_tokens = len(pieces)
+        self._num_tokens += len(pieces)
         text = "".join(piece.text for piece in pieces)
         message = {"message": {"role": "assistant", "content": text}}
         choice = self._choice(message if self._job.is_chat else {"text": text}, pieces)
@@ -206,12 +218,12 @@ class AnswerWriter:
         return choice
 
     def _usage(self) -> Document:
-        num_prompt = len(self._job.request.prompt)
+        num_prompt = self._job.request.num_asked
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": self._num_tokens,
             "total_tokens": num_prompt + self._num_tokens,
-            "prompt_tokens_details": {"cached_tokens": self._job.cached},
+            "prompt_tokens_details": {"cached_tokens": min(self._job.cached, num_prompt)},
         }
 
     def _report(self) -> Document:

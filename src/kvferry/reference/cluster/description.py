@@ -181,6 +181,8 @@ def worker_options(
         port=section.port,
         advertise=section.advertise,
         deadline_s=router.room_s,
+        # No request lasts longer.
+        drain_s=router.deadline_s,
         layers=cluster.layers,
         endpoint=EndpointConfig(mode=section.mode),
     )

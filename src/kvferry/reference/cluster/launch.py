@@ -44,6 +44,7 @@ ROUTED_S = 60.0
 HEALTH_S = 5.0
 # From the end of a child's pipe until it ends itself, and until its parent kills it.
 GRACE_S, STOP_S = 15.0, 20.0
+DRAINED_S = 0.2
 CHILD = "from kvferry.reference.cluster.launch import child_main; child_main({})"
 
 Ready = Callable[[str], None]
@@ -144,7 +145,10 @@ def child_main(file: int) -> NoReturn:
 def _end_with_parent(pipe: Connection) -> None:
     with contextlib.suppress(EOFError, OSError):
         pipe.recv()
-    os.kill(os.getpid(), signal.SIGTERM)
+    # A worker drains at the first, and ends at the second.
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(DRAINED_S)
     time.sleep(GRACE_S)
     os._exit(1)
 

@@ -58,10 +58,15 @@ class EngineRole(StrEnum):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt and how to continue it. The model's end tokens stop it unless ``ignore_end``."""
+    """One prompt and how to continue it. The model's end tokens stop it unless ``ignore_end``.
+
+    The last ``answered`` tokens of ``prompt`` are the beginning of the answer, which another
+    instance gave. ``max_tokens`` does not count them.
+    """
 
     id: str
     prompt: tuple[int, ...]
+    answered: int = 0
     max_tokens: int = 16
     sampling: Sampling = Sampling()
     stop: tuple[str, ...] = ()
@@ -69,12 +74,17 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     role: EngineRole = EngineRole.WHOLE
 
     def __post_init__(self) -> None:
-        if not self.prompt:
+        if self.num_asked < 1:
             raise InputError("the prompt has no tokens; give it at least one")
         if self.max_tokens < 1:
             raise InputError(f"max_tokens must be at least 1, not {self.max_tokens}")
         if len(self.stop) > MAX_STOPS or not all(self.stop):
             raise InputError(f"stop takes at most {MAX_STOPS} strings, none of them empty")
+
+    @property
+    def num_asked(self) -> int:
+        """Tokens of the prompt without the answer's beginning."""
+        return len(self.prompt) - self.answered
 
     @property
     def reserved_tokens(self) -> int:

@@ -104,6 +104,9 @@ class Scheduler:
                 break
             self.waiting.popleft()
             text = TextStream(self._decode, request.stop)
+            for token in request.prompt[request.num_asked :]:
+                # The client has this text. What is held back of it comes with the next tokens.
+                text.push(token)
             phase = RequestPhase.ARRIVING if is_decode else RequestPhase.PREFILL
             tokens = list(request.prompt)
             self.active[request.id] = Active(request, pages, text, tokens, pages.prefix, phase)

@@ -14,6 +14,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -62,6 +63,9 @@ class EngineInstance:
         self.service = EngineService(make, options.name, options.role)
         self._client: DiscoveryClient | None = None
         self._site: HttpSite | None = None
+        # Set when the instance is to be stopped.
+        self.ending = asyncio.Event()
+        self._draining: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
         """Load the model, accept requests and register; return the URL."""
@@ -69,7 +73,7 @@ class EngineInstance:
         engine = await self.service.start()
         serving = Serving(options, engine.tokenizer, engine.max_tokens)
         verifier = RequestVerifier(self._key.http) if self._key is not None else None
-        api = Api(self.service, serving, verifier)
+        api = Api(self.service, serving, verifier, self.drain)
         connections = Connections(limits_here(FILES_PER_REQUEST), api.registry)
         self._site = HttpSite(api.application(), connections, shutdown_s=SHUTDOWN_S)
         await self._site.start(self._listener)
@@ -99,6 +103,25 @@ class EngineInstance:
         )
         self._client.register(record, options.endpoint.lease_s)
 
+    def drain(self) -> None:
+        """Take no new requests, and end after the last one, or after ``drain_s``. Idempotent."""
+        if self._draining is None:
+            self._draining = asyncio.create_task(self._end_when_quiet())
+
+    def on_sigterm(self) -> None:
+        """Drain; if the instance drains already, end at once."""
+        if self._draining is not None:
+            self.ending.set()
+        self.drain()
+
+    async def _end_when_quiet(self) -> None:
+        log.info("draining name=%s jobs=%d", self.options.name, len(self.service.jobs))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.options.drain_s):
+                await self.service.drain()
+        log.info("drained name=%s jobs=%d", self.options.name, len(self.service.jobs))
+        self.ending.set()
+
     async def stop(self) -> None:
         """Deregister, and end every request and every rank. Idempotent."""
         if self._client is not None:
@@ -111,8 +134,9 @@ class EngineInstance:
 
 
 def run_instance(options: InstanceOptions, ready: Callable[[str], None] = lambda url: None) -> None:
-    """Serve until SIGINT or SIGTERM; call ``ready`` with the URL once requests are accepted.
+    """Serve until SIGTERM and the last request's end, or until SIGINT or a second SIGTERM.
 
+    Calls ``ready`` with the URL once requests are accepted.
     Raises ``KvferryError`` if it cannot start, and ``RankLost`` if a rank is lost later; then
     everything has ended, and the worker may be started again.
     """
@@ -120,18 +144,17 @@ def run_instance(options: InstanceOptions, ready: Callable[[str], None] = lambda
 
 
 async def _run(options: InstanceOptions, ready: Callable[[str], None]) -> None:
-    stopped = asyncio.Event()
     here = asyncio.get_running_loop()
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            here.add_signal_handler(number, stopped.set)
     instance = EngineInstance(options)
+    if threading.current_thread() is threading.main_thread():
+        here.add_signal_handler(signal.SIGINT, instance.ending.set)
+        here.add_signal_handler(signal.SIGTERM, instance.on_sigterm)
     died = instance.service.died
-    died.add_done_callback(lambda _: here.call_soon_threadsafe(stopped.set))
+    died.add_done_callback(lambda _: here.call_soon_threadsafe(instance.ending.set))
     try:
         # The engine's thread cannot be interrupted while it loads the model.
         ready(await instance.start())
-        await stopped.wait()
+        await instance.ending.wait()
     finally:
         await instance.stop()
     # A stuck engine is not even done.

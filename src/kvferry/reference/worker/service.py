@@ -68,7 +68,8 @@ class Ticket(NamedTuple):
 class Trouble(Enum):
     """Why a job has no answer: the status and the code of its response.
 
-    FULL: the worker has as many jobs as it takes.
+    FULL: the worker has as many jobs as it takes. DRAINING: it takes no more, and ends after those
+    that it has.
     ENDED: the worker ends, unrelated to this job. LOST: a rank was lost in a step that ran
     this job. BROKE_WORKER: a step that ran this job raised an exception. SAMPLING: no token
     could be chosen for this job; the worker goes on.
@@ -76,6 +77,7 @@ class Trouble(Enum):
 
     INVALID = (400, None)
     FULL = (429, "worker_full")
+    DRAINING = (503, "worker_draining")
     TRANSFER = (503, "kv_transfer_failed")
     ENDED = (503, "worker_ended")
     LOST = (503, "worker_lost")
@@ -145,6 +147,10 @@ class EngineService:
         self._thread = ThreadPoolExecutor(1, "kvferry-engine")
         self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
+        self.is_draining = False
+        # Set while draining, once nobody waits for anything.
+        self._quiet = asyncio.Event()
+        self._num_callers = 0
         # To do between two steps.
         self._calls: list[Callable[[], None]] = []
         self._wake = asyncio.Event()
@@ -172,9 +178,13 @@ class EngineService:
         return engine
 
     def submit(self, job: ServeJob) -> None:
-        """Begin a job, or refuse it at once."""
+        """Begin a job, or refuse it at once. The caller must call ``cancel`` when it leaves."""
+        self._num_callers += 1
         if self.died.done():
             job.fail(Trouble.ENDED, "this worker has ended; ask another one")
+        elif self.is_draining:
+            job.fail(Trouble.DRAINING, "this worker takes no new requests; ask another one")
+            self._soon(partial(self._decline, job))
         elif problem := self._overload(job):
             job.fail(Trouble.FULL, problem)
             self._soon(partial(self._decline, job))
@@ -209,6 +219,7 @@ class EngineService:
 
     def cancel(self, job: ServeJob) -> None:
         """Stop a job whose caller has left, unless it was answered."""
+        self._num_callers -= 1
         self._soon(partial(self._fail, job, Trouble.ENDED, "the caller has left"))
 
     def state(self) -> dict[str, object]:
@@ -229,6 +240,15 @@ class EngineService:
             "lent_tokens": self._prefixes.lent_tokens,
             "links": self._extension.links if self._extension else {},
         }
+
+    async def drain(self) -> None:
+        """Refuse new jobs; return once the others have ended and no transfer touches a page.
+
+        Until then others can still pull what is cached.
+        """
+        self.is_draining = True
+        self._wake.set()
+        await self._quiet.wait()
 
     async def stop(self) -> None:
         """End every job, the engine and its ranks. Idempotent."""
@@ -288,6 +308,8 @@ class EngineService:
             else:
                 self._take(jobs[output.request], output)
         self._pause_s = 0.0 if outputs else min(2 * self._pause_s or MIN_PAUSE_S, MAX_PAUSE_S)
+        if self.is_draining and not (self.jobs or self._rooms or self._num_callers):
+            self._quiet.set()
 
     def _run_calls(self) -> None:
         calls, self._calls = self._calls, []
