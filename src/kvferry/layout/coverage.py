@@ -34,10 +34,9 @@ class Coverage:
         """Add the tokens in these layers. Pairs that are present already may be added again."""
         if not len(layers) or not len(tokens):
             return
-        if not self.strips or (len(self.strips) == 1 and self.strips[0].layers == layers):
-            # The usual case: whole chunks.
-            before = self.strips[0].tokens.spans if self.strips else []
-            self.strips = [Strip(layers, _set_of([*before, tokens]))]
+        if len(self.strips) == 1 and self.strips[0].layers == layers:
+            # The usual case: whole chunks. A strip that is alone shares its set with no other.
+            self.strips[0].tokens.add(tokens)
             return
         strips: list[Strip] = []
         at = layers.first  # The layers below are done.
