@@ -364,7 +364,7 @@ class World:
 
     def tables(self, peer: Peer, request: Request) -> tuple[PageTableMessage, ...]:
         layout = self.targets[peer].layout
-        count = -(-request.num_tokens // layout.page_tokens)
+        count = -(-request.num_tokens // layout.smallest_page)
         first = self.pages_used[peer]
         self.pages_used[peer] = (first + count) % (NUM_PAGES - 16)
         pages = tuple(reversed(range(first, first + count)))
