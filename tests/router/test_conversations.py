@@ -114,7 +114,7 @@ def test_the_costs_follow_what_workers_report() -> None:
     costs = PullCosts(PullOptions(fixed_s=0.01, token_s=1e-5, compute_token_s=1e-4))
     assert costs.pays("prefill-0", 1000)
     usage = PrefillReport.Usage(prompt_tokens=1000)
-    for _ in range(9):
+    for _ in range(40):
         costs.learn("prefill-0", usage, PrefillReport.Own(compute_s=0.005))
     # 5 µs a token there, and still 100 µs at a worker that has said nothing.
     assert not costs.pays("prefill-0", 1000)
@@ -126,6 +126,15 @@ def test_the_costs_follow_what_workers_report() -> None:
         costs.learn("prefill-1", usage, PrefillReport.Own(pulled=1000, pull_s=0.012))
         costs.learn("prefill-1", usage, PrefillReport.Own(pulled=16, pull_s=0.002))
     assert costs.pays("prefill-1", 1000)
+
+
+def test_one_slow_pull_changes_little() -> None:
+    """The first pull makes the connection, which takes a hundred times as long."""
+    costs = PullCosts(PullOptions(fixed_s=0.01, token_s=1e-5, compute_token_s=1e-4))
+    usage = PrefillReport.Usage(prompt_tokens=1000, prompt_tokens_details=None)
+    costs.learn("prefill-0", usage, PrefillReport.Own(pulled=16, pull_s=1.0))
+    costs.learn("prefill-0", usage, PrefillReport.Own(pulled=1000, pull_s=2.0))
+    assert costs.pays("prefill-0", 300)
 
 
 def test_the_size_of_a_token_follows_what_workers_report() -> None:

@@ -25,8 +25,9 @@ DIGEST_BYTES = 16
 PIECE_BYTES = 256
 # Until answers show it: bytes of text for one token.
 BYTES_PER_TOKEN = 4.0
-# The weight of a new measurement. Shorter prompts and pulls do not show the time per token.
-NEW = 0.25
+# The weight of a new measurement, and the factor beyond which it counts as an outlier, such as the
+# handshake of a first pull. Shorter prompts and pulls do not show the time per token.
+NEW, MOST_FACTOR = 0.25, 4.0
 LEAST_TOKENS = 256
 
 
@@ -148,16 +149,20 @@ class PullCosts:
         """Fit the model to a prefill worker's answer."""
         computed = usage.prompt_tokens - usage.cached_tokens
         if own.compute_s is not None and computed >= LEAST_TOKENS:
-            token_s = own.compute_s / computed
-            before = self._compute_s.get(prefill, token_s)
-            self._compute_s[prefill] = before + NEW * (token_s - before)
+            before = self._compute_s.get(prefill, self._assumed_s)
+            self._compute_s[prefill] = _moved(before, own.compute_s / computed)
         if own.pull_s is None or not own.pulled:
             return
+        ratio = own.pull_s / ((self._fixed_s + self._pull_s * own.pulled) or 1)
+        self._fixed_s = _moved(self._fixed_s, self._fixed_s * ratio)
         if own.pulled >= LEAST_TOKENS:
-            token_s = max(0.0, own.pull_s - self._fixed_s) / own.pulled
-            self._pull_s += NEW * (token_s - self._pull_s)
-        else:
-            self._fixed_s += NEW * (own.pull_s - self._fixed_s)
+            self._pull_s = _moved(self._pull_s, self._pull_s * ratio)
+
+
+def _moved(before: float, measured: float) -> float:
+    """Return an estimate that a measurement has moved, by no more than an outlier may."""
+    ratio = min(max(measured / (before or 1), 1 / MOST_FACTOR), MOST_FACTOR)
+    return float(before * ratio**NEW)
 
 
 class Conversations:

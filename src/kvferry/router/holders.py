@@ -55,7 +55,9 @@ class HolderMemory:
         self, pieces: list[Piece], worker: Worker, room: int, task: asyncio.Task[AttemptOutcome]
     ) -> None:
         """Take a prefill worker's answer, once its task has ended."""
-        if not task.cancelled() and isinstance(outcome := task.result(), OpenResponse):
+        if task.cancelled() or task.exception() is not None:
+            return
+        if isinstance(outcome := task.result(), OpenResponse):
             report = _report(outcome.head)
             self._known.learn(pieces, _instance(worker, room), report)
             if report.usage is not None:

@@ -177,17 +177,15 @@ def test_what_is_held_of_a_chain_has_its_tokens(
         blocks.publish(allocation, tokens)
         blocks.release(allocation)
     tokens = sequence(*asked)
-    held = blocks.hold(blocks.chain_of(tokens).short)
+    held, digest = blocks.hold(blocks.chain_of(tokens).short)
     blocks.check()
-    if held is None:
-        return
-    assert 0 < held.tokens <= len(tokens)
-    assert held.digest == blocks.chain_of(tokens).digest(held.tokens)
-    for number, page in enumerate(held.allocation.pages):
-        end = min((number + 1) * size, held.tokens)
+    assert 0 <= held.prefix <= len(tokens)
+    assert digest == (blocks.chain_of(tokens).digest(held.prefix) if held.prefix else b"")
+    for number, page in enumerate(held.pages):
+        end = min((number + 1) * size, held.prefix)
         assert contents[page][:end] == tokens[:end]
-    assert blocks.num_used == len(held.allocation.pages) == blocks.pages_for(held.tokens)
-    blocks.release(held.allocation)
+    assert blocks.num_used == len(held.pages) == blocks.pages_for(held.prefix)
+    blocks.release(held)
     blocks.check()
     assert blocks.num_used == 0
 
@@ -201,22 +199,20 @@ def test_all_full_pages_of_a_sequence_are_held() -> None:
     for size, held_tokens in ((4, 96), (16, 96), (24, 96), (64, 64)):
         blocks, tokens = Blocks(40, size), tuple(range(100))
         blocks.release(fill(blocks, list(tokens)))
-        held = blocks.hold(blocks.chain_of((*tokens, *range(60))).short)
-        assert held is not None
-        assert held.tokens == held_tokens
+        held, _ = blocks.hold(blocks.chain_of((*tokens, *range(60))).short)
+        assert held.prefix == held_tokens
         # Half of what is held, and another end.
-        held = blocks.hold(blocks.chain_of((*tokens[:50], *range(60))).short)
-        assert held is not None
-        assert held.tokens == 48
-        assert blocks.hold(blocks.chain_of(tokens[1:60]).short) is None
+        held, _ = blocks.hold(blocks.chain_of((*tokens[:50], *range(60))).short)
+        assert held.prefix == 48
+        held, _ = blocks.hold(blocks.chain_of(tokens[1:60]).short)
+        assert held.pages == []
 
 
 def test_what_is_held_is_not_evicted() -> None:
     blocks, tokens = Blocks(4, 16), tuple(range(64))
     blocks.release(fill(blocks, list(tokens)))
-    held = blocks.hold(blocks.chain_of(tokens[:32]).short)
-    assert held is not None
+    held, _ = blocks.hold(blocks.chain_of(tokens[:32]).short)
     blocks.release(take(blocks, list(range(500, 532))))
     assert blocks.allocate([1], 48, reuse=1) is None
-    blocks.release(held.allocation)
+    blocks.release(held)
     assert take(blocks, list(tokens[:32])).prefix == 32

@@ -34,15 +34,6 @@ class BlockAllocation:
     released: bool = False
 
 
-@dataclass(eq=False, slots=True)
-class HeldPrefix:
-    """Pages with the first ``tokens`` tokens of a sequence. ``digest`` is that of its chain."""
-
-    allocation: BlockAllocation
-    tokens: int
-    digest: bytes
-
-
 @dataclass(frozen=True, slots=True)
 class KnownPage:
     """A page whose contents can be shared.
@@ -111,8 +102,8 @@ class Blocks:
         pages = shared + [self._take() for _ in range(num_new)]
         return BlockAllocation(pages, len(shared) * self.page_tokens, keys, chain)
 
-    def hold(self, asked: bytes) -> HeldPrefix | None:
-        """Share the pages of the longest prefix of a short chain; None if there are none."""
+    def hold(self, asked: bytes) -> tuple[BlockAllocation, bytes]:
+        """Share the pages of the longest prefix of a short chain, and return its digest too."""
         pages: list[int] = []
         held, digest = 0, b""
         for number, short in enumerate(span_digests(asked), 1):
@@ -124,10 +115,8 @@ class Blocks:
             rest = self._back_from(page, self.pages_for(number * SPAN_TOKENS) - len(known))
             if rest is not None:
                 pages, held, digest = known + rest, number * SPAN_TOKENS, full
-        if not held:
-            return None
         self._use(pages)
-        return HeldPrefix(BlockAllocation(pages, held, [], self.chain_of(())), held, digest)
+        return BlockAllocation(pages, held, [], self.chain_of(())), digest
 
     def publish(self, allocation: BlockAllocation, tokens: Sequence[int]) -> None:
         """Make full pages of these first tokens, whose entries are written, shareable."""

@@ -34,7 +34,6 @@ from kvferry import (
     Misuse,
     Outcome,
     Outgoing,
-    PrefixQuery,
     Room,
     SourceEndpoint,
     Span,
@@ -53,6 +52,8 @@ from kvferry.reference.options import InstanceOptions
 from kvferry.reference.ranks.rank import Extension
 from kvferry.router.worker_pool import WorkerRole
 
+# A prefill rank's pull waits this long for a holder that discovery does not know.
+UNKNOWN_S = 0.2
 H = TypeVar("H", bound=Outgoing | Incoming)
 
 
@@ -221,8 +222,10 @@ class RoomExtension(Extension):
             "discovery": self.options.discovery,
             "key": load_cluster_key(self.options.key_file),
         }
-        # An instance's rank has one status at the discovery service: that of its role's endpoint.
-        usual, quiet = self._config, replace(self._config, trace_events=0)
+        # A rank has one status at the discovery service: that of its role's endpoint. A room may
+        # wait for its prefill instance to start, and a pull not for a holder that does not exist.
+        usual = self._config
+        quiet = replace(usual, trace_events=0, discovery_timeout_s=UNKNOWN_S)
         if self._is_target:
             config = quiet if self.is_prefill else usual
             self.target = TargetEndpoint(
@@ -240,11 +243,6 @@ class RoomExtension(Extension):
         """The transport of each link that is up, by peer."""
         endpoints = (self.target, self.source)
         return {peer: name for one in endpoints if one for peer, name in one.stats.links.items()}
-
-    def on_pull(self, holds: Callable[[PrefixQuery], int]) -> None:
-        """Let ``holds`` look up prefixes that others ask for. For the lead rank."""
-        if self.source is not None and self.options.engine.prefix_cache:
-            self.source.on_pull(holds)
 
     def before(self, plan: StepPlan) -> None:
         """Run the driver's commands."""

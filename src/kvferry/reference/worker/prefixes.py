@@ -16,7 +16,7 @@ from kvferry.reference.engine.blocks import BlockAllocation
 from kvferry.reference.engine.engine import Engine
 from kvferry.reference.engine.requests import EngineRequest
 from kvferry.reference.transfer.extensions import LendCommand, PullCommand
-from kvferry.reference.worker.rooms import EngineRooms, RoomListener
+from kvferry.reference.worker.rooms import EngineRooms
 
 # A pull that takes longer is given up: computing is the better choice then.
 PULL_S = 5.0
@@ -62,9 +62,10 @@ class PrefixPulls:
         allocation = None
         if holder != self._name and blocks.keep:
             allocation = blocks.allocate(wanted, len(wanted), reuse=len(wanted))
-        if allocation is None or allocation.prefix == len(wanted):
-            if allocation is not None:
-                blocks.release(allocation)
+        if allocation is not None and allocation.prefix == len(wanted):
+            blocks.release(allocation)
+            allocation = None
+        if allocation is None:
             then(0)
             return
         name = f"pull-{request.id}"
@@ -79,7 +80,7 @@ class PrefixPulls:
             pages=allocation.pages,
         )
         released = partial(self._take_pulled, allocation, wanted, then)
-        self._rooms.open(command, RoomListener(failed=lambda _: then(0), released=released))
+        self._rooms.open(command, lambda _: then(0), released)
 
     def _take_pulled(
         self,
@@ -107,25 +108,24 @@ class PrefixPulls:
 
     def lend(self, query: PrefixQuery) -> int:
         """Pin the longest prefix of a query that is cached, and send it; return its length."""
-        held = self._blocks.hold(query.chain)
-        if held is None or held.tokens <= query.prefix:
-            if held is not None:
-                self._blocks.release(held.allocation)
+        held, digest = self._blocks.hold(query.chain)
+        if held.prefix <= query.prefix:
+            self._blocks.release(held)
             return 0
         command = LendCommand(
             request=f"lend-{query.room}",
             room=query.room,
             deadline_s=query.deadline_s,
-            digest=held.digest,
+            digest=digest,
             trace=("", ""),
-            tokens=held.tokens,
-            pages=held.allocation.pages,
+            tokens=held.prefix,
+            pages=held.pages,
         )
 
         def released(agreement: RankAgreement) -> None:
-            self._blocks.release(held.allocation)
+            self._blocks.release(held)
             if agreement.status is Status.DONE:
-                self.lent_tokens += held.tokens - query.prefix
+                self.lent_tokens += held.prefix - query.prefix
 
-        self._rooms.open(command, RoomListener(failed=lambda _: None, released=released))
-        return held.tokens
+        self._rooms.open(command, lambda _: None, released)
+        return held.prefix

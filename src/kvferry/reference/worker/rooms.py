@@ -23,13 +23,14 @@ from kvferry.reference.transfer.extensions import (
 )
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class RoomListener:
-    """What to do about a room. Each is called at most once; ``failed`` before ``released``.
+@dataclass(slots=True, eq=False)
+class EngineRoom:
+    """A room of every rank, and what to do about it: each at most once, ``failed`` first.
 
     ``offered``: the other side has pages for it. ``released``: no rank touches its pages any more.
     """
 
+    agreement: RankAgreement
     failed: Callable[[Failure], None]
     released: Callable[[RankAgreement], None]
     offered: Callable[[], None] | None = None
@@ -44,7 +45,7 @@ class EngineRooms:
     def __init__(self, num_ranks: int, post: Callable[[bytes], None]) -> None:
         self._num_ranks = num_ranks
         self._post = post
-        self._open: dict[str, tuple[RankAgreement, RoomListener]] = {}
+        self._open: dict[str, EngineRoom] = {}
         # Bytes sent in rooms that have ended, by transfer mode.
         self.carried = Counter(dict.fromkeys(map(str, TransferMode), 0))
 
@@ -54,9 +55,16 @@ class EngineRooms:
     def __contains__(self, name: str) -> bool:
         return name in self._open
 
-    def open(self, command: RoomCommand, listener: RoomListener) -> None:
+    def open(
+        self,
+        command: RoomCommand,
+        failed: Callable[[Failure], None],
+        released: Callable[[RankAgreement], None],
+        offered: Callable[[], None] | None = None,
+    ) -> None:
         """Open a room at every rank."""
-        self._open[command.request] = RankAgreement(self._num_ranks), listener
+        agreement = RankAgreement(self._num_ranks)
+        self._open[command.request] = EngineRoom(agreement, failed, released, offered)
         self._post(encode(command))
 
     def abort(self, name: str) -> None:
@@ -66,25 +74,26 @@ class EngineRooms:
     def take(self, noted: Noted) -> None:
         """Take a rank's note about its part of a room."""
         note = decode_note(noted.note)
-        if note.request not in self._open:
+        room = self._open.get(note.request)
+        if room is None:
             return
-        agreement, listener = self._open[note.request]
         match note:
             case OfferedNote():
                 # Other ranks' offers change nothing.
-                if listener.offered is not None:
-                    offered, listener.offered = listener.offered, None
+                if room.offered is not None:
+                    offered, room.offered = room.offered, None
                     offered()
             case EndedNote():
-                had_failed = agreement.failure is not None
-                agreement.end(noted.rank, note.outcome)
-                if agreement.failure is not None and not had_failed:
+                had_failed = room.agreement.failure is not None
+                room.agreement.end(noted.rank, note.outcome)
+                failure = room.agreement.failure
+                if failure is not None and not had_failed:
                     # One rank's failure is that of all.
                     self.abort(note.request)
-                    listener.failed(agreement.failure)
+                    room.failed(failure)
             case ReleasedNote():
-                agreement.release(noted.rank, note.carried)
-                if agreement.is_released:
+                room.agreement.release(noted.rank, note.carried)
+                if room.agreement.is_released:
                     del self._open[note.request]
-                    self.carried.update(agreement.carried)
-                    listener.released(agreement)
+                    self.carried.update(room.agreement.carried)
+                    room.released(room.agreement)

@@ -45,7 +45,7 @@ from kvferry.reference.transfer.extensions import (
     encode,
 )
 from kvferry.reference.worker.prefixes import PrefixPulls
-from kvferry.reference.worker.rooms import EngineRooms, RoomListener
+from kvferry.reference.worker.rooms import EngineRooms
 from kvferry.router.worker_pool import WorkerRole
 from kvferry.telemetry.logs.context import current
 
@@ -97,11 +97,10 @@ class ServeJob:
     """One request: what it asks for, and what has become of it.
 
     ``ticket`` is None if the whole request is computed here. ``holder`` names an instance that may
-    have a prefix of it. ``queued``: the engine has the request,
-    which on prefill waits for decode's pages. ``answered``: nobody waits for more. ``prefix``
-    counts the prompt's tokens that were cached here, with the pulled ones, and ``cached`` those
-    that no worker computed for this request. ``report`` is how its cache came here. ``trace`` is
-    the caller's request id and trace.
+    have a prefix of it. ``queued``: the engine has the request, which on prefill waits for decode's
+    pages. ``answered``: nobody waits for more. ``prefix`` counts the prompt's tokens that were
+    cached here, with the pulled ones, and ``cached`` those that no worker computed for this
+    request. ``report`` is how its cache came here. ``trace`` is the caller's request id and trace.
     """
 
     request: EngineRequest
@@ -174,7 +173,8 @@ class EngineService:
         self._extension = extension if isinstance(extension, RoomExtension) else None
         if self._extension is not None:
             self._extension.on_news = self._look_soon
-            self._extension.on_pull(self._prefixes.holds)
+            if engine.options.prefix_cache and self._extension.source is not None:
+                self._extension.source.on_pull(self._prefixes.holds)
         layout, (group,) = engine.layout, engine.layout.spec.groups
         units = sum(len(layout.rank_shards(rank)[0].units) for rank in range(layout.num_ranks))
         # What all ranks together keep of one token.
@@ -431,7 +431,9 @@ class EngineService:
                 digest=digest_of(job.request.prompt, model=engine.model, dtype=dtype),
                 trace=job.trace,
             ),
-            RoomListener(failed=failed, released=partial(self._settle, job), offered=offered),
+            failed,
+            partial(self._settle, job),
+            offered,
         )
 
     def _settle(self, job: ServeJob, agreement: RankAgreement) -> None:
