@@ -58,7 +58,6 @@ class FakeWorker:
         self.load = 0
         self.limits: dict[str, int] = {}
         self.gate = asyncio.Event()
-        self.second_gate = asyncio.Event()
         self.num_checks = 0
         self.is_silent = False
         self.problem = ""

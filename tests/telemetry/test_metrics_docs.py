@@ -111,6 +111,9 @@ def test_every_router_metric_has_a_row() -> None:
     metrics.attempt(
         OpenResponse(Worker("", WorkerRole.DECODE, "", fixed=False), cast("Any", None), b"")
     )
+    metrics.prefixes.labels("pull").inc()
+    metrics.prompt_tokens.labels("pulled").inc()
+    metrics.moves.labels("drain").observe(0.1)
     metrics.text()
     assert collected(metrics.registry) == documented("## The router")
 

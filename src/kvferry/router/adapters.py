@@ -98,10 +98,7 @@ class EngineAdapter(ABC):
         return False
 
     def for_move(self, rest: ApiCall, holder: str) -> bytes:
-        """Return the body for a decode worker that sends the rest of an answer.
-
-        It pulls what is computed from the instance ``holder``.
-        """
+        """Return the body for a decode worker that pulls what the instance ``holder`` computed."""
         return self.whole(rest)
 
     def num_events(self, call: ApiCall) -> int:

@@ -210,7 +210,10 @@ class Forwarder:
             send=partial(self._send, upstream),
             begin_anew=partial(self._begin_anew, upstream, tried),
         )
-        return await relay(response, mover.part(opened.response), deadline, mover.following)
+        try:
+            return await relay(response, mover.part(opened.response), deadline, mover.following)
+        finally:
+            await mover.close()
 
     def _remember(
         self,

@@ -6,13 +6,15 @@ tokens. It tokenizes the prompt as the first one did and sends the rest: its sam
 on seed and position, and from the tokens it derives which text is held back. So the client gets
 the stream that the first worker would have sent.
 
-The first worker is left between two events, and closed only when the other one has begun. Until
-then the stream can go on where it is.
+The other worker first pulls what is computed, while the first one goes on. Then the first one is
+left between two events, and the other one computes the few tokens that came since. The first one is
+closed only when the other one has begun. Until then the stream can go on where it is.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -21,7 +23,7 @@ import msgspec
 
 from kvferry.http.sse import ServerEvent
 from kvferry.router.adapters import EngineAdapter
-from kvferry.router.bodies import ANSWERED, REPORT, ApiCall
+from kvferry.router.bodies import ANSWERED, REPORT, STREAM_FIELDS, ApiCall
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.streams import StreamPart
 from kvferry.router.upstream import (
@@ -29,6 +31,7 @@ from kvferry.router.upstream import (
     FailedAttempt,
     FaultDomain,
     OpenResponse,
+    cancel_and_wait,
     client_error,
     failed_attempt,
 )
@@ -37,7 +40,9 @@ from kvferry.telemetry.logs.context import in_room
 
 log = logging.getLogger("kvferry.router")
 
-# Time for another worker to pull what is computed and to begin the rest of a stream.
+LIMITS = ("max_tokens", "max_completion_tokens")
+
+# Time for another worker to begin the rest of a stream.
 MOVE_S = 10.0
 
 Send = Callable[[Worker, ApiCall, bytes], Awaitable[AttemptOutcome]]
@@ -71,6 +76,14 @@ class StreamedAnswer:
         body = self._call.body
         answered = [*(body.get(ANSWERED) or ()), *self._tokens]
         return msgspec.structs.replace(self._call, body=body | {ANSWERED: answered})
+
+    @property
+    def next_token(self) -> ApiCall:
+        """The request for the answer's next token alone."""
+        rest = self.rest
+        body = {key: value for key, value in rest.body.items() if key not in STREAM_FIELDS}
+        body |= dict.fromkeys(LIMITS, len(rest.body[ANSWERED]) + 1)
+        return msgspec.structs.replace(rest, stream=False, body=body)
 
     def rewrite(self, event: ServerEvent) -> bytes:
         """Take an event of a worker; return it as part of the client's stream.
@@ -132,21 +145,55 @@ class StreamMover:
         self._begin_anew = begin_anew
         # Workers that could not go on with this stream.
         self._avoid: set[str] = set()
+        self._target: Worker | None = None
+        self._pull: asyncio.Task[bool] | None = None
+
+    async def close(self) -> None:
+        """Cancel a pull that nobody needs any more."""
+        if self._pull is not None:
+            await cancel_and_wait(self._pull)
 
     def part(self, opened: OpenResponse) -> StreamPart:
-        """Return a part that is left once its worker drains and another one takes requests."""
+        """Return a part that is left once its worker drains and another one has pulled."""
 
         def leaves() -> bool:
             drains = opened.worker.draining and self._answer.can_move
-            return drains and self._other() is not None
+            return drains and self._has_pulled(opened.worker)
 
         return StreamPart(opened, self._answer.rewrite, leaves)
 
-    def _other(self) -> Worker | None:
-        try:
-            return self._pool.choose(WorkerRole.DECODE, self._model, self._avoid)
-        except AllFull:
-            return None
+    def _has_pulled(self, source: Worker) -> bool:
+        """Return whether another worker has pulled from this one; if none does yet, let one."""
+        if self._pull is None:
+            with contextlib.suppress(AllFull):
+                self._target = self._pool.choose(WorkerRole.DECODE, self._model, self._avoid)
+                if self._target is not None:
+                    self._pull = asyncio.create_task(self._pull_to(self._target, source))
+        elif self._pull.done():
+            pulled, self._pull = self._pull.result(), None
+            return pulled
+        return False
+
+    async def _pull_to(self, target: Worker, source: Worker) -> bool:
+        """Have a worker pull what another has computed, and compute one token."""
+        call = self._answer.next_token
+        body = self._adapter.for_move(call, source.name)
+        return await self._ask(target, call, body) is not None
+
+    async def _ask(self, target: Worker, call: ApiCall, body: bytes) -> OpenResponse | None:
+        """Send a request; if it fails, do not ask this worker again."""
+        in_room(None)
+        with target.count_request():
+            outcome = await self._send(target, call, body)
+        self._metrics.attempt(outcome)
+        if isinstance(outcome, OpenResponse):
+            return outcome
+        log.warning("not-moved to=%s error=%r", target.url, outcome.message)
+        if outcome.fault_domain is FaultDomain.FULL:
+            target.refuses = True
+        else:
+            self._avoid.add(target.url)
+        return None
 
     async def following(self, part: StreamPart, failure: FailedAttempt | None) -> StreamPart | None:
         """Return the part with which the stream goes on; see ``streams.Following``."""
@@ -176,25 +223,14 @@ class StreamMover:
         return self.part(opened)
 
     async def _move(self, source: Worker) -> OpenResponse | None:
-        """Ask another worker for the rest; return None if it does not begin."""
-        target = self._other()
-        assert target is not None
+        """Ask the worker that has pulled for the rest; return None if it does not begin."""
+        assert self._target is not None
         rest = self._answer.rest
-        body = self._adapter.for_move(rest, source.name)
-        in_room(None)
         try:
-            with source.count_request(), target.count_request():
+            with source.count_request():
                 async with asyncio.timeout(MOVE_S):
-                    outcome = await self._send(target, rest, body)
+                    return await self._ask(self._target, rest, self._adapter.whole(rest))
         except TimeoutError:
-            message = f"the {target} did not begin within {MOVE_S:g} s"
-            outcome = FailedAttempt(target, FaultDomain.WORKER, message)
-        self._metrics.attempt(outcome)
-        if isinstance(outcome, OpenResponse):
-            return outcome
-        log.warning("not-moved from=%s to=%s error=%r", source.url, target.url, outcome.message)
-        if outcome.fault_domain is FaultDomain.FULL:
-            target.refuses = True
-        else:
-            self._avoid.add(target.url)
-        return None
+            log.warning("not-moved to=%s error=%r", self._target.url, "it does not begin")
+            self._avoid.add(self._target.url)
+            return None

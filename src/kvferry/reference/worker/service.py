@@ -163,7 +163,12 @@ class EngineService:
         self._here = asyncio.get_running_loop()
         self._engine = engine = await self._here.run_in_executor(self._thread, self._make)
         self._rooms = EngineRooms(engine.layout.num_ranks, engine.post)
-        self._prefixes = PrefixPulls(self._name, engine, self._rooms, self._soon_from_a_thread)
+
+        def soon(call: Callable[[], None]) -> None:
+            """Have ``call`` made between two steps. For any thread."""
+            self._here.call_soon_threadsafe(self._soon, call)
+
+        self._prefixes = PrefixPulls(self._name, engine, self._rooms, soon)
         extension = engine.ranks.worker.extension
         self._extension = extension if isinstance(extension, RoomExtension) else None
         if self._extension is not None:
@@ -260,9 +265,6 @@ class EngineService:
     def _soon(self, call: Callable[[], None]) -> None:
         self._calls.append(call)
         self._wake.set()
-
-    def _soon_from_a_thread(self, call: Callable[[], None]) -> None:
-        self._here.call_soon_threadsafe(self._soon, call)
 
     def _look_soon(self) -> None:
         """Poll the ranks soon: a room has news. For any thread."""
