@@ -29,16 +29,15 @@ from kvferry.connectors.vllm.cpu_pages import has_columns
 from kvferry.connectors.vllm.decode_scheduler import DecodeScheduler
 from kvferry.connectors.vllm.engine import (
     block_groups,
+    block_selector,
     cache_dtype,
     engine_shape,
     fingerprint,
     num_left_to_decode,
     replica_index,
-    shared_block_tokens,
 )
 from kvferry.connectors.vllm.metadata import DecodeMetadata, PrefillMetadata
 from kvferry.connectors.vllm.metrics import KVFerryPromMetrics, KVFerryStats
-from kvferry.connectors.vllm.paging import BlockSelector
 from kvferry.connectors.vllm.prefill_scheduler import PrefillScheduler
 from kvferry.connectors.vllm.scheduler import ConnectorScheduler
 from kvferry.connectors.vllm.settings import read_settings
@@ -83,8 +82,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         model = fingerprint(vllm_config, settings.model)
         self._arrivals = Arrivals(set(), set(), set(), {})
         if role is KVConnectorRole.SCHEDULER:
-            states = {p: g.state for p, g in enumerate(self._groups) if g.state is not None}
-            selector = BlockSelector(shared_block_tokens(vllm_config), states)
+            selector = block_selector(vllm_config, self._groups)
             self._scheduler = ConnectorScheduler(
                 PrefillScheduler(name, selector) if config.is_kv_producer else None,
                 DecodeScheduler(selector, settings.max_rooms, settings.max_tokens)
