@@ -7,6 +7,7 @@ refuses and what was shown on bytes or on real engines, each with the test that 
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
@@ -75,6 +76,7 @@ FAMILIES: Mapping[str, Callable[[], CacheSpec]] = {
     "sliding windows": lambda: spec_from_config(CONFIGS["gemma-3-27b"]),
     "Mamba-2 hybrid": lambda: spec_from_config(CONFIGS["granite-4.0-h-small"]),
     "Mamba-1 hybrid": lambda: spec_from_config(CONFIGS["jamba-mini"]),
+    "compressed attention": lambda: spec_from_config(CONFIGS["deepseek-v4-flash"]),
     "gated delta hybrid": lambda: spec_from_config(CONFIGS["qwen3-next-80b-a3b"]),
 }
 
@@ -92,7 +94,19 @@ WHOLE = Parallel()
 def layout(
     sharding: Parallel = WHOLE, dp: int = 1, page: int = 16, order: Order = Order.NHD
 ) -> Callable[[CacheSpec], Layout]:
-    return lambda spec: Layout(spec, sharding, dp=dp, page_tokens=page, order=order)
+    return lambda spec: Layout(
+        spec,
+        sharding,
+        dp=dp,
+        page_tokens=page,
+        order=order,
+        # Pages hold whole entries.
+        group_pages=tuple(
+            (group.name, math.lcm(page, group.tokens_per_entry))
+            for group in spec.groups
+            if page % group.tokens_per_entry
+        ),
+    )
 
 
 def heads(spec: CacheSpec) -> int:
@@ -103,7 +117,7 @@ LAYOUTS: Mapping[str, Pair] = {
     "equal TP": Pair(layout(Parallel(tp=2)), layout(Parallel(tp=2))),
     "different TP": Pair(layout(Parallel(tp=2)), layout(Parallel(tp=1))),
     "replicated heads": Pair(
-        lambda spec: Layout(spec, Parallel(tp=2 * heads(spec)), page_tokens=16),
+        lambda spec: layout(Parallel(tp=2 * heads(spec)))(spec),
         layout(Parallel(tp=2)),
     ),
     "page sizes": Pair(layout(page=16), layout(page=64)),

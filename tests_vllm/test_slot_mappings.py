@@ -22,11 +22,12 @@ with warnings.catch_warnings():
     import torch
     import triton
     import triton.language as tl
+    from vllm.v1.attention.backends.mla import compressor_utils
     from vllm.v1.attention.backends.utils import PAD_SLOT_ID
     from vllm.v1.worker import block_table
     from vllm.v1.worker.gpu import block_table as gpu_block_table
 
-from connectors.slot_mappings import NUM_TOKENS, VLLM, SlotCase, Slots
+from connectors.slot_mappings import NUM_TOKENS, VLLM, VLLM_GROUPS, SlotCase, Slots
 
 Runner = Callable[[SlotCase, int], Slots]
 
@@ -77,10 +78,29 @@ def by_second_runner(case: SlotCase, rank: int) -> Slots:
     return slots[0].numpy()
 
 
+def by_compressor(case: SlotCase, rank: int) -> Slots:
+    """Return a rank's slots of entries that stand for several tokens."""
+    kernel = interpreted(compressor_utils.CompressedSlotMappingKernel.kernel)
+    blocks = torch.tensor(case.blocks, dtype=torch.int32)[None]
+    slots = torch.full((NUM_TOKENS,), PAD_SLOT_ID, dtype=torch.int64)
+    kernel[(1,)](
+        *(slots, torch.from_numpy(by_first_runner(case, rank))),
+        *(torch.tensor([0, NUM_TOKENS], dtype=torch.int32), torch.tensor([NUM_TOKENS])),
+        *(blocks, blocks.stride(0), case.page // case.ratio, case.dcp, case.interleave),
+        COMPRESS_RATIO=case.ratio,
+        PAD_ID=PAD_SLOT_ID,
+        TRITON_BLOCK_SIZE=1024,
+    )
+    return slots.numpy()
+
+
 # Triton's interpreter can't run the second runner's kernel with DCP: it loads booleans as bytes.
 CASES: list[tuple[Runner, SlotCase]] = [
     *((by_first_runner, case) for case in VLLM),
     *((by_second_runner, case) for case in VLLM if case.dcp == 1),
+    *((by_first_runner, case) for case in VLLM_GROUPS if case.ratio == 1),
+    *((by_second_runner, case) for case in VLLM_GROUPS if case.ratio == 1),
+    *((by_compressor, case) for case in VLLM_GROUPS if case.ratio > 1),
 ]
 
 
@@ -90,4 +110,5 @@ def test_recorded_slots_are_those_of_vllm(runner: Runner, case: SlotCase) -> Non
     if not case.path.exists():
         case.record(computed)
     np.testing.assert_array_equal(case.recorded(), computed)
-    assert ((computed >= 0).sum(axis=0) == 1).all(), "each token is on one rank"
+    has_entry = (np.arange(NUM_TOKENS) + 1) % case.ratio == 0
+    assert ((computed >= 0).sum(axis=0) == has_entry).all(), "each entry is on one rank"

@@ -20,21 +20,27 @@ Slots = NDArray[np.int64]
 
 
 class SlotCase(NamedTuple):
-    """An engine whose ``dcp`` ranks take turns at ``interleave`` tokens, in pages of ``page``."""
+    """An engine whose ``dcp`` ranks take turns at ``interleave`` tokens, in pages of ``page``.
+
+    An entry stands for ``ratio`` tokens.
+    """
 
     engine: str
     dcp: int
     interleave: int
     page: int
+    ratio: int = 1
 
     def __str__(self) -> str:
-        return f"{self.engine}-dcp{self.dcp}-by{self.interleave}-page{self.page}"
+        entries = "" if self.ratio == 1 else f"-ratio{self.ratio}"
+        return f"{self.engine}-dcp{self.dcp}-by{self.interleave}-page{self.page}{entries}"
 
     @property
     def blocks(self) -> Slots:
         """The blocks that the scheduler gave the request, the same on every rank."""
         num_blocks = -(-NUM_TOKENS // (self.page * self.dcp))
-        return np.random.default_rng([self.dcp, self.page]).permutation(NUM_BLOCKS)[:num_blocks]
+        rng = np.random.default_rng([self.dcp, self.page])
+        return rng.permutation(max(NUM_BLOCKS, num_blocks))[:num_blocks]
 
     def recorded(self) -> Slots:
         """Return the slot of each token on each rank, ``[rank, token]``; -1 if it has none."""
@@ -62,5 +68,10 @@ VLLM = tuple(
         (8, 1, 16),
         (8, 64, 64),
     )
+)
+# Blocks of DeepSeek V4's cache groups, whose entries stand for 1, 4 or 128 tokens.
+VLLM_GROUPS = tuple(
+    SlotCase("vllm", 1, 1, *sizes)
+    for sizes in ((4, 1), (8, 1), (64, 1), (256, 4), (256, 128), (128, 4), (128, 128))
 )
 SGLANG = tuple(SlotCase("sglang", *sizes) for sizes in ((1, 1, 64), (4, 1, 16), (8, 1, 64)))

@@ -6,11 +6,14 @@ import pytest
 
 from kvferry import InputError, Order, Refused, reshard
 from kvferry.connectors.vllm.caches import (
+    BlockGroup,
     CacheView,
     EngineShape,
+    EntryForm,
     layer_of,
     plan_caches,
 )
+from kvferry.connectors.vllm.paging import PushedPages
 from kvferry.plan.prove import check
 
 
@@ -105,13 +108,64 @@ def test_cpu_to_gpu_is_refused() -> None:
         (caches(4, CacheView((9, 8, 16, 128), (16384, 2048, 128, 2), "float32")), "has gaps"),
         (caches(4, view(16)), "has 16 heads here, where 8 KV heads over TP1 make 8"),
         (caches(4, view(8)) | {"draft.0.layers.0.attn": view(8)}, "no single layer number"),
-        (caches(3, view(8)) | caches(1, view(8, tokens=32), first=3), "blocks of 16, 32 tokens"),
+        (caches(3, view(8)) | caches(1, view(8, tokens=32), first=3), "pages of 16, 32 entries"),
         (caches(3, view(8)) | caches(1, view(8, nhd=True), first=3), "different orders"),
     ],
 )
 def test_unsupported_caches_are_refused(views: dict[str, CacheView], said: str) -> None:
     with pytest.raises(InputError, match=said):
         plan_caches(views, engine())
+
+
+NAMES = tuple(caches(4, view(8)))
+KEPT = [
+    BlockGroup(frozenset(NAMES[:2]), block_tokens=64),
+    BlockGroup(frozenset(NAMES[2:]), 40, block_tokens=32),
+]
+BY_SIZE = caches(2, view(8)) | caches(2, view(8, tokens=32), first=2)
+
+
+def test_groups_may_have_blocks_of_different_sizes() -> None:
+    """Kernels use pages of 16 tokens in blocks of 64, and whole blocks of 32."""
+    plan = plan_caches(BY_SIZE, engine(), KEPT)
+    first, second = plan.layout.spec.groups
+    assert [plan.layout.page_entries(group) for group in (first, second)] == [16, 32]
+    assert plan.layout.group_pages == ((second.name, 32),)
+    tables = plan.tables
+    assert tables.paging.block_tokens == 64
+    # 100 tokens: two blocks of 64, and four of 32, of which the first one is before the window.
+    blocks = ((5, 3), (0, 4, 6, 7))
+    wanted = tables.wanted(blocks, 100, 0)
+    assert wanted == {first.name: [20, 21, 22, 23, 12, 13, 14], second.name: [4, 6, 7]}
+    pages = PushedPages(tables, 100)
+    pages.extend(0, ((5,), (9, 4)))
+    assert pages.new_cells(50, last=False) == (
+        (0, 50),
+        {first.name: [20, 21, 22, 23], second.name: [None, 4]},
+    )
+    pages.end = 50
+    pages.extend(0, blocks)
+    assert pages.new_cells(100, last=True) == (
+        (50, 100),
+        {first.name: [23, 12, 13, 14], second.name: [4, 6, 7]},
+    )
+    assert tables.paging_of(first.name).rest(blocks[0], 100) == {14: 4, 15: 0}
+    assert tables.paging_of(second.name).rest(blocks[1], 100) == {7: 4}
+
+
+def test_whole_pages_of_different_sizes_are_refused() -> None:
+    with pytest.raises(InputError, match=r"blocks of 16, 32 tokens, .* which can't be carried"):
+        plan_caches(BY_SIZE, engine(on_cpu=True), KEPT)
+    compressed = [BlockGroup(frozenset(NAMES), forms=dict.fromkeys(NAMES, EntryForm(4)))]
+    with pytest.raises(InputError, match="entries for several tokens, which can't be carried"):
+        plan_caches(caches(4, view(8)), engine(on_cpu=True, block_tokens=64), compressed)
+
+
+@pytest.mark.parametrize("parts", [(("latents", 576), ("scales", 8))])
+def test_packed_entries_of_another_size_are_refused(parts: tuple[tuple[str, int], ...]) -> None:
+    kept = [BlockGroup(frozenset(NAMES), forms=dict.fromkeys(NAMES, EntryForm(1, parts)))]
+    with pytest.raises(InputError, match=r"256 bytes for an entry, not 576 \+ 8"):
+        plan_caches(caches(4, view(1)), engine(heads=1), kept)
 
 
 def test_layer_number_is_read_from_the_name() -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvferry import InputError
-from kvferry.connectors.vllm.caches import BlockGroup
+from kvferry.connectors.vllm.caches import BlockGroup, EntryForm
 from kvferry.connectors.vllm.engine import (
     block_groups,
+    block_selector,
     num_left_to_decode,
     replica_index,
     shared_block_tokens,
 )
+from kvferry.connectors.vllm.paging import BlockSelector
 from kvferry.connectors.vllm.states import StateSpec
 
 
@@ -91,15 +94,55 @@ def test_layers_of_one_kind_may_differ_in_size() -> None:
     assert groups(several)[0].window is None
 
 
+def several(*specs: Any) -> Any:
+    return spec(
+        "UniformTypeKVCacheSpecs", kv_cache_specs={str(n): one for n, one in enumerate(specs)}
+    )
+
+
+WIDER: dict[str, Any] = {"sliding_window": 128, "extra_retained_tokens": 0}
+V4: dict[str, Any] = {
+    "tokens_per_state": 4,
+    "state_content_bytes": 584,
+    "model_version": "deepseek_v4",
+}
+
+
+def test_blocks_and_entries_of_each_group() -> None:
+    """As those of DeepSeek V4: entries for several tokens, in parts, beside short windows."""
+    short = spec("SlidingWindowMLASpec", block_size=8, **WIDER, tokens_per_state=1)
+    latents, keys = spec("MLAAttentionSpec", **V4), spec("MLAAttentionSpec", tokens_per_state=4)
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=8),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+    )
+    found = groups(several(latents, keys), short)
+    packed = EntryForm(4, (("latents", 576), ("scales", 8)))
+    assert found == [
+        BlockGroup(frozenset({"0"}), block_tokens=16, forms={"0": packed, "1": EntryForm(4)}),
+        BlockGroup(frozenset({"1"}), window=127, block_tokens=8),
+    ]
+    assert block_selector(config, found) == BlockSelector(16, {}, {0: 16, 1: 8})
+    chosen = block_selector(config, found).select(((4, 5, 6), range(6)), 1, 39)
+    assert chosen == ((5, 6), (2, 3, 4))
+    assert block_selector(config, groups(FULL, FULL)) == BlockSelector(8)
+    both = groups(several(latents, keys), short, hybrid=False)
+    assert [(one.window, one.block_tokens) for one in both] == [(None, 16), (None, 8)]
+
+
 @pytest.mark.parametrize(
     ("kept", "draft", "said"),
     [
         (STATE, object(), "recurrent state .* speculative decoding"),
         (spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": STATE}), None, "several forms"),
         (spec("ChunkedLocalAttentionSpec"), None, "--disable-hybrid-kv-cache-manager"),
-        (spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": SLIDING}), None, "SlidingWindowSpec"),
+        (several(SLIDING, FULL), None, "SlidingWindowSpec"),
+        (several(SLIDING, spec("SlidingWindowSpec", **WIDER)), None, "SlidingWindowSpec"),
+        (spec("SlidingWindowMLASpec", **WIDER, bounded_replay=True), None, "SlidingWindowMLASpec"),
+        (spec("MLAAttentionSpec", tokens_per_state=Fraction(1, 2)), None, "several entries"),
+        (spec("MLAAttentionSpec", **V4 | {"state_content_bytes": 356}), None, "keeps 356 bytes"),
+        (spec("MLAAttentionSpec", compress_ratio=4, model_version="deepseek_v4"), None, "unknown"),
         (SLIDING, object(), "speculative decoding"),
-        (spec("FullAttentionSpec", block_size=32), None, "blocks of 16, 32 tokens"),
     ],
 )
 def test_unsupported_groups_are_refused(kept: Any, draft: object, said: str) -> None:

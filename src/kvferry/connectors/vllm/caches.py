@@ -10,6 +10,7 @@ registered as bytes (``states.py``).
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from kvferry import (
     Order,
     Paged,
     Parallel,
+    Pattern,
     Tensor,
     Window,
 )
@@ -113,16 +115,33 @@ class EngineShape(NamedTuple):
         return range(first, first + self.stages[stage])
 
 
+class EntryForm(NamedTuple):
+    """How many tokens an entry stands for, and names and bytes of its parts.
+
+    A page keeps each part of all its entries, one part after the other. Without parts it keeps
+    whole entries.
+    """
+
+    tokens: int = 1
+    parts: tuple[tuple[str, int], ...] = ()
+
+
+PLAIN = EntryForm()
+
+
 class BlockGroup(NamedTuple):
     """One of vLLM's cache groups: layers with the same blocks.
 
     ``window``: how many tokens before the next one are kept; None for all. ``state``: set for
-    recurrent layers, which keep no tokens.
+    recurrent layers, which keep no tokens. ``block_tokens``: those of a block on one rank; None if
+    all groups have the engine's. ``forms``: caches whose entries are not plain.
     """
 
     names: frozenset[str]
     window: int | None = None
     state: StateSpec | None = None
+    block_tokens: int | None = None
+    forms: Mapping[str, EntryForm] = {}
 
 
 class CachePlan(NamedTuple):
@@ -154,14 +173,14 @@ def plan_caches(
         raise InputError("vLLM registered no KV cache of attention; this model is not supported")
     for name, view in views.items():
         _check_view(name, view)
-    page_tokens = _common_page_tokens(views.values())
-    held = engine.sharding.tokens(engine.rank)
     has_columns = engine.has_columns and all(_has_k_and_v(view, engine) for view in views.values())
-    whole_pages = engine.on_cpu and not has_columns
-    paging = Paging(engine.block_tokens, page_tokens, whole_pages, engine.dcp, held)
+    own = _pagings(found, views, engine, whole_pages=engine.on_cpu and not has_columns)
+    blocks = (each.block_tokens or engine.block_tokens for each in kept if each.state is None)
+    first, held = next(iter(own.values())), engine.sharding.tokens(engine.rank)
+    paging = Paging(math.lcm(*blocks), first.page_tokens, first.whole_pages, engine.dcp, held)
     order = _order(views)
     groups = tuple(
-        _group(name, alike, views[min(alike.layers.items())[1]], engine, paging)
+        _group(name, alike, views[min(alike.layers.items())[1]], engine, own[name])
         for name, alike in found.items()
     )
     of_k_and_v = [group.name for group in groups if _names(group) == (K, V)]
@@ -170,7 +189,12 @@ def plan_caches(
     layout = Layout(
         spec,
         engine.sharding,
-        page_tokens=paging.page_cells,
+        page_tokens=paging.layout_page,
+        group_pages=tuple(
+            (name, each.layout_page)
+            for name, each in own.items()
+            if each.layout_page != paging.layout_page
+        ),
         order=order,
         packed=() if engine.on_cpu else tuple(of_k_and_v),
         transposed=tuple(f"{name}.{K}" for name in of_k_and_v) if engine.on_cpu else (),
@@ -180,6 +204,7 @@ def plan_caches(
         groups,
         {name: alike.place for name, alike in found.items()},
         {group.name: alike.place for alike, group in of_states},
+        {name: each for name, each in own.items() if each != paging},
     )
     names = {name: alike.layers for name, alike in found.items()}
     parts = tuple((part, alike.layers) for alike, own in placed for part in own.parts)
@@ -213,15 +238,40 @@ def _check_view(name: str, view: CacheView) -> None:
         )
 
 
-def _common_page_tokens(views: Iterable[CacheView]) -> int:
-    sizes = {view.shape[2] for view in views}
-    if len(sizes) != 1:
-        shown = ", ".join(map(str, sorted(sizes)))
+def _pagings(
+    found: Mapping[str, _Alike],
+    views: Mapping[str, CacheView],
+    engine: EngineShape,
+    *,
+    whole_pages: bool,
+) -> dict[str, Paging]:
+    """Return the block and page sizes of each group."""
+    held = engine.sharding.tokens(engine.rank)
+    pagings: dict[str, Paging] = {}
+    for name, alike in found.items():
+        pages = {views[cache].shape[2] for cache in alike.layers.values()}
+        if len(pages) > 1:
+            raise InputError(
+                f"vLLM's caches {name!r:.200} of one cache group have pages of "
+                f"{_listed(pages)} entries; choose another --block-size"
+            )
+        ratio = alike.form.tokens
+        # The layout refuses turns that cut an entry.
+        mine = held.intersect(Pattern.interleaved(ratio - 1, ratio)) or held
+        block = alike.block_tokens or engine.block_tokens
+        pagings[name] = Paging(block, pages.pop() * ratio, whole_pages, engine.dcp, mine, ratio)
+    sizes = {each.page_tokens for each in pagings.values()}
+    if whole_pages and (len(sizes) > 1 or any(a.form != PLAIN for a in found.values())):
         raise InputError(
-            f"vLLM's layers have blocks of {shown} tokens, and all must have the same; give vLLM "
-            f"--disable-hybrid-kv-cache-manager or another --block-size"
+            f"vLLM's cache groups have blocks of {_listed(sizes)} tokens, or entries for several "
+            f"tokens, which can't be carried in the form in which its CPU kernels keep them; use a "
+            f"GPU, or give vLLM --disable-hybrid-kv-cache-manager"
         )
-    return sizes.pop()
+    return pagings
+
+
+def _listed(sizes: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(sizes)))
 
 
 def _order(views: Mapping[str, CacheView]) -> Order:
@@ -242,6 +292,8 @@ class _Alike(NamedTuple):
     place: int
     window: int | None
     layers: dict[int, str]
+    block_tokens: int | None = None
+    form: EntryForm = PLAIN
 
 
 def _groups(
@@ -253,11 +305,14 @@ def _groups(
         for cache in (cache for cache in views if cache in blocks.names):
             number, role = layer_of(cache)
             name = role if len(kept) == 1 else f"{role} {place}"
-            alike = found.setdefault(name, _Alike(place, blocks.window, {}))
+            form = blocks.forms.get(cache, PLAIN)
+            name = name if form.tokens == 1 else f"{name} by {form.tokens}"
+            new = _Alike(place, blocks.window, {}, blocks.block_tokens, form)
+            alike = found.setdefault(name, new)
             alike.layers[number] = cache
     if len(found) == 1:
         found = {ONLY_GROUP: next(iter(found.values()))}
-    for role, (_, _, layers) in found.items():
+    for role, layers in ((role, alike.layers) for role, alike in found.items()):
         beyond = sorted(set(layers) - set(engine.own_layers))
         if beyond:
             raise InputError(
@@ -303,17 +358,31 @@ def _group(
 ) -> Group:
     units = _units(role, view.shape[1], engine)
     kind = Paged() if alike.window is None else Window(paging.window_cells(alike.window))
-    tensors = _tensors(role, view, engine, paging)
-    return Group(role, kind, tuple(_numbers(alike, engine)), units, tensors)
+    tensors = _tensors(min(alike.layers.items())[1], view, engine, paging, alike.form.parts)
+    numbers = tuple(_numbers(alike, engine))
+    return Group(role, kind, numbers, units, tensors, alike.form.tokens)
 
 
-def _tensors(role: str, view: CacheView, engine: EngineShape, paging: Paging) -> tuple[Tensor, ...]:
+def _tensors(
+    cache: str,
+    view: CacheView,
+    engine: EngineShape,
+    paging: Paging,
+    parts: tuple[tuple[str, int], ...],
+) -> tuple[Tensor, ...]:
     dtype, content = DType.parse(view.dtype), view.shape[3]
     if paging.whole_pages:
         name = f"blocks_of_{paging.page_tokens}_tokens"
         return (Tensor(name, dtype, content * paging.page_tokens),)
-    if holds_index_keys(role):
-        return index_tensors(role, content * dtype.num_bytes)
+    if parts:
+        if sum(width for _, width in parts) != content * dtype.num_bytes:
+            raise InputError(
+                f"vLLM's cache {cache!r:.200} has {content * dtype.num_bytes} bytes for an entry, "
+                f"not {' + '.join(str(width) for _, width in parts)}; this form is not supported"
+            )
+        return tuple(Tensor(part, DType.UINT8, width) for part, width in parts)
+    if holds_index_keys(cache):
+        return index_tensors(cache, content * dtype.num_bytes)
     if _has_k_and_v(view, engine):
         return Tensor(K, dtype, content // 2), Tensor(V, dtype, content // 2)
     return (Tensor("content", dtype, content),)

@@ -29,6 +29,7 @@ from kvferry.connectors.vllm.cpu_pages import has_columns
 from kvferry.connectors.vllm.decode_scheduler import DecodeScheduler
 from kvferry.connectors.vllm.engine import (
     block_groups,
+    block_selector,
     cache_dtype,
     engine_shape,
     fingerprint,
@@ -45,7 +46,6 @@ from kvferry.connectors.vllm.metadata import (
     RankReport,
 )
 from kvferry.connectors.vllm.metrics import KVFerryStats, MetricHooks
-from kvferry.connectors.vllm.paging import BlockSelector
 from kvferry.connectors.vllm.prefill_scheduler import PrefillScheduler
 from kvferry.connectors.vllm.pulls.lookup_channel import LookupServer
 from kvferry.connectors.vllm.pulls.prefix_cache import PrefixCache, can_find
@@ -94,8 +94,7 @@ class KVFerryConnector(MetricHooks, KVConnectorBase_V1, SupportsHMA):
         self._arrivals = Arrivals(set(), set(), set(), {})
         self._report = RankReport()
         if role is KVConnectorRole.SCHEDULER:
-            states = {p: g.state for p, g in enumerate(self._groups) if g.state is not None}
-            selector = BlockSelector(shared_block_tokens(vllm_config), states)
+            selector = block_selector(vllm_config, self._groups)
             self._scheduler = ConnectorScheduler(
                 PrefillScheduler(name, selector) if config.is_kv_producer else None,
                 DecodeScheduler(selector, settings.max_rooms, settings.max_tokens)

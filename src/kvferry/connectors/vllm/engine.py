@@ -6,16 +6,20 @@ stages, because that depends on vLLM's environment.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from kvferry import InputError, model_fingerprint
-from kvferry.connectors.vllm.caches import BlockGroup, EngineShape
+from kvferry.connectors.vllm.caches import PLAIN, BlockGroup, EngineShape, EntryForm
+from kvferry.connectors.vllm.paging import BlockSelector
 from kvferry.connectors.vllm.states import StateSpec
 
 # vLLM's cache specifications: for all tokens, for a window of them, and for recurrent state.
 KEEP_ALL = ("FullAttentionSpec", "MLAAttentionSpec")
-KEEP_WINDOW = ("SlidingWindowSpec",)
+KEEP_WINDOW = ("SlidingWindowSpec", "SlidingWindowMLASpec")
+# Parts of a packed latent of DeepSeek V4: FP8 values with the rotary part in BF16, and scales.
+PACKED_V4 = (("latents", 576), ("scales", 8))
 KEEP_STATE = "MambaSpec"
 # Names in model configurations of the number of B and C groups of a Mamba-2 layer.
 BC_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
@@ -26,10 +30,20 @@ def block_groups(vllm_config: Any, kv_cache_config: Any) -> list[BlockGroup]:
     groups = kv_cache_config.kv_cache_groups
     if _dcp(vllm_config) > 1:
         _check_divided([group.kv_cache_spec for group in groups])
-    has_state = any(type(group.kv_cache_spec).__name__ == KEEP_STATE for group in groups)
+    has_state = any(_kind(group) == KEEP_STATE for group in groups)
+    sizes = {g.kv_cache_spec.block_size for g in groups if _kind(g) != KEEP_STATE}
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager and not has_state:
-        return [BlockGroup(frozenset(group.layer_names)) for group in groups]
-    found = [_block_group(frozenset(g.layer_names), g.kv_cache_spec) for g in groups]
+        found = [
+            BlockGroup(frozenset(g.layer_names), forms=_entry_forms(g.layer_names, g.kv_cache_spec))
+            for g in groups
+        ]
+    else:
+        found = [_block_group(g.layer_names, g.kv_cache_spec) for g in groups]
+    if len(sizes) > 1:
+        found = [
+            own if own.state is not None else own._replace(block_tokens=g.kv_cache_spec.block_size)
+            for own, g in zip(found, groups, strict=True)
+        ]
     if vllm_config.speculative_config is not None and has_state:
         raise InputError(
             "recurrent state (Mamba) can't be carried with speculative decoding yet; leave out "
@@ -40,15 +54,11 @@ def block_groups(vllm_config: Any, kv_cache_config: Any) -> list[BlockGroup]:
             "windows can't be carried with speculative decoding yet; give vLLM "
             "--disable-hybrid-kv-cache-manager"
         )
-    paged = zip(groups, found, strict=True)
-    sizes = {group.kv_cache_spec.block_size for group, own in paged if own.state is None}
-    if len(sizes) > 1:
-        shown = ", ".join(map(str, sorted(sizes)))
-        raise InputError(
-            f"vLLM's cache groups have blocks of {shown} tokens, and all must have the same; give "
-            f"vLLM --disable-hybrid-kv-cache-manager"
-        )
     return found
+
+
+def _kind(group: Any) -> str:
+    return type(group.kv_cache_spec).__name__
 
 
 def _check_divided(specs: Sequence[Any]) -> None:
@@ -73,9 +83,19 @@ def _dcp(vllm_config: Any) -> int:
     return int(vllm_config.parallel_config.decode_context_parallel_size)
 
 
-def _block_group(names: frozenset[str], spec: Any) -> BlockGroup:
+def block_selector(vllm_config: Any, groups: Sequence[BlockGroup]) -> BlockSelector:
+    """Return what selects the blocks of a request, on the scheduler's side."""
+    states = {place: group.state for place, group in enumerate(groups) if group.state is not None}
+    dcp = _dcp(vllm_config)
+    sizes = {p: group.block_tokens * dcp for p, group in enumerate(groups) if group.block_tokens}
+    common = math.lcm(*sizes.values()) if sizes else shared_block_tokens(vllm_config)
+    return BlockSelector(common, states, sizes)
+
+
+def _block_group(names: Sequence[str], spec: Any) -> BlockGroup:
     if type(spec).__name__ != KEEP_STATE:
-        return BlockGroup(names, _window(spec))
+        forms = _entry_forms(names, spec)
+        return BlockGroup(frozenset(names), _window(spec), forms=forms)
     state = StateSpec(
         spec.mamba_type.name,
         tuple(map(tuple, spec.shapes)),
@@ -83,17 +103,48 @@ def _block_group(names: frozenset[str], spec: Any) -> BlockGroup:
         spec.block_size,
         spec.tp_replicated,
     )
-    return BlockGroup(names, state=state)
+    return BlockGroup(frozenset(names), state=state)
+
+
+def _entry_forms(names: Sequence[str], spec: Any) -> dict[str, EntryForm]:
+    """Return the caches of a group whose entries stand for several tokens or have parts."""
+    of_layers = getattr(spec, "kv_cache_specs", None) or dict.fromkeys(names, spec)
+    forms = {name: _entry_form(name, each) for name, each in of_layers.items()}
+    return {name: form for name, form in forms.items() if form != PLAIN}
+
+
+def _entry_form(name: str, spec: Any) -> EntryForm:
+    ratio = getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1))
+    if not isinstance(ratio, int) or (ratio < 1 and type(spec).__name__ != KEEP_STATE):
+        raise InputError(
+            f"vLLM keeps several entries for a token in {name!r:.200}, which can't be carried yet; "
+            f"serve this model without kvferry"
+        )
+    if getattr(spec, "model_version", None) != "deepseek_v4":
+        return EntryForm(max(1, ratio))
+    # Without the field, which older versions have not, the form is not known.
+    packed = getattr(spec, "state_content_bytes", "an unknown number of")
+    if packed is None:
+        return EntryForm(ratio)
+    if packed != sum(width for _, width in PACKED_V4):
+        raise InputError(
+            f"vLLM keeps {packed} bytes for an entry of {name!r:.200}, a form of DeepSeek V4 that "
+            f"is not supported; give vLLM --kv-cache-dtype fp8_ds_mla or auto"
+        )
+    return EntryForm(ratio, PACKED_V4)
 
 
 def _window(spec: Any) -> int | None:
     """Return how many tokens before the next one a group keeps; None for all."""
     of_layers = getattr(spec, "kv_cache_specs", None)
-    kinds = {type(each).__name__ for each in (of_layers.values() if of_layers else [spec])}
+    each_spec = list(of_layers.values()) if of_layers else [spec]
+    kinds = {type(each).__name__ for each in each_spec}
     if kinds <= set(KEEP_ALL):
         return None
-    if kinds <= set(KEEP_WINDOW) and not of_layers:
-        return int(spec.sliding_window - 1 + spec.extra_retained_tokens)
+    if kinds <= set(KEEP_WINDOW) and not any(_is_replayed(each) for each in each_spec):
+        kept = {int(each.sliding_window - 1 + each.extra_retained_tokens) for each in each_spec}
+        if len(kept) == 1:
+            return kept.pop()
     if KEEP_STATE in kinds:
         raise InputError(
             "recurrent state (Mamba) of several forms in one cache group can't be carried yet; "
@@ -103,6 +154,11 @@ def _window(spec: Any) -> int | None:
         f"vLLM's {', '.join(sorted(kinds))} can't be carried in cache groups of its own yet; give "
         f"vLLM --disable-hybrid-kv-cache-manager"
     )
+
+
+def _is_replayed(spec: Any) -> bool:
+    """Return whether vLLM computes a window again instead of keeping it for a later request."""
+    return bool(getattr(spec, "bounded_replay", False))
 
 
 def num_left_to_decode(vllm_config: Any, groups: Sequence[BlockGroup]) -> int:

@@ -215,17 +215,21 @@ class BlockRests:
     """
 
     def __init__(self, plan: CachePlan, caches: Mapping[str, torch.Tensor]) -> None:
-        self._paging = plan.tables.paging
+        tables = plan.tables
         self._caches = [
-            (plan.tables.places[group], _token_views(plan, group, caches[name]).values())
+            (
+                tables.places[group],
+                tables.paging_of(group),
+                _token_views(plan, group, caches[name]).values(),
+            )
             for group, layers in plan.names.items()
             for name in layers.values()
         ]
 
     def zero(self, order: ReceiveRoom) -> None:
         """Zero the tokens after a room's last one, on the current stream."""
-        for place, views in self._caches:
-            for page, used in self._paging.rest(order.blocks[place], order.tokens).items():
+        for place, paging, views in self._caches:
+            for page, used in paging.rest(order.blocks[place], order.tokens).items():
                 for view in views:
                     view[page, :, used:] = 0
 
