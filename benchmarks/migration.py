@@ -111,7 +111,7 @@ async def measure(
     clusters: dict[str, tuple[ClusterLaunch, str]], args: argparse.Namespace
 ) -> dict[str, Any]:
     numbers, differing = random.Random(1), 0
-    pauses: dict[str, list[float]] = {"undisturbed": []} | {name: [] for name in clusters}
+    pauses: dict[str, list[float]] = {name: [] for name in ("undisturbed", *clusters)}
     timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:

@@ -42,7 +42,6 @@ def seen(answer: StreamedAnswer, events: Iterable[bytes]) -> list[Any]:
 
 def test_the_rest_is_asked_for_after_all_tokens() -> None:
     answer = StreamedAnswer(call(answered_token_ids=[7], max_tokens=9))
-    assert not answer.can_move
     seen(answer, [event(text("x", 1)), event(text("", 2, 3))])
     assert answer.can_move
     assert answer.rest.body["answered_token_ids"] == [7, 1, 2, 3]

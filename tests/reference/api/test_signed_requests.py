@@ -164,3 +164,24 @@ def test_a_room_holds_pages_no_longer_than_the_worker_allows(
     before = time.monotonic()
     job = parse_completion(body, Serving(options, tokenizer, 2048))
     assert held_s <= job.transfer_deadline - before < held_s + 5
+
+
+def test_only_the_key_drains_workers(pair: list[Worker], key_file: str) -> None:
+    decode = pair[1]
+    options = RouterOptions(port=0, key=key_file, decode_urls=(decode.url,), poll_s=0.1)
+
+    async def talk(caller: Caller) -> None:
+        assert code(await caller.send(decode.url, "POST", "/drain", b"", {}))[0] == 401
+        async with serving(options) as url:
+            path = f"/drain/{decode.name}"
+            assert code(await caller.send(url, "POST", path, b"", {})) == (401, "ticket_unsigned")
+            assert (await caller.health(decode.url))["status"] == "ok"
+            await caller.until(url, lambda told: told["workers"][0]["up"])
+            headers = await caller.signed(url, "POST", path)
+            reply = await caller.send(url, "POST", path, b"", headers)
+            assert (reply.status, reply.document) == (200, {"status": "draining"})
+            await caller.until(decode.url, lambda told: told["status"] == "draining")
+            refused = await caller.post(decode.url, body_of(PROMPTS[0]))
+            assert code(refused) == (503, "worker_draining")
+
+    call(talk, KEY)
