@@ -83,6 +83,9 @@ class Pattern(msgspec.Struct, frozen=True, array_like=True):
 
     def below(self, token: int) -> int:
         """Return the number of members from 0 on that are below ``token``."""
+        # Most patterns have every position, and each room asks many times.
+        if self.period == 1:
+            return token
         periods, residue = divmod(token, self.period)
         if len(self.runs) == 1:
             (run,) = self.runs
@@ -94,7 +97,7 @@ class Pattern(msgspec.Struct, frozen=True, array_like=True):
 
     def count(self, first: int, end: int) -> int:
         """Return the number of members in ``[first, end)``."""
-        return self.below(end) - self.below(first)
+        return end - first if self.period == 1 else self.below(end) - self.below(first)
 
     def member(self, index: int) -> int:
         """Return the member that has ``index`` others from 0 on below it."""
@@ -107,6 +110,8 @@ class Pattern(msgspec.Struct, frozen=True, array_like=True):
 
     def most_in(self, num_tokens: int) -> int:
         """Return a bound on the members among ``num_tokens`` consecutive positions."""
+        if self.period == 1:
+            return num_tokens
         periods, rest = divmod(num_tokens, self.period)
         return periods * self.density + min(rest, self.density)
 
@@ -242,10 +247,11 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True):
         The result is finite. It begins with its first position and ends with its last one, so
         equal sets compare equal.
         """
-        pattern = self.pattern
+        pattern, first = self.pattern, max(self.first, span.first)
         end = span.end if self.end is None else min(self.end, span.end)
-        below = pattern.below(max(self.first, span.first))
-        first = pattern.member(below)
+        if pattern.period == 1:
+            return Tokens(first, max(first, end), pattern)
+        first = pattern.member(pattern.below(first))
         if first >= end:
             return Tokens(first, first, pattern)
         return Tokens(first, pattern.member(pattern.below(end) - 1) + 1, pattern)
