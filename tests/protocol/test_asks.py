@@ -71,6 +71,7 @@ def test_a_late_rank_gets_the_same_answer() -> None:
     w = world(source_tp=2, target_tp=2)
     pull(w, T0)
     hold(w, 16)
+    assert (T0, ROOM) not in w.reports, "done would be too early: T1 has no answer yet"
     pull(w, T1)
     assert outcome(w, T1) == outcome(w, T0) == Done(b"meta", pulled=16)
     assert len(w.lookups) == 1
@@ -89,6 +90,35 @@ def test_nothing_held_ends_the_pull_at_once_and_is_remembered() -> None:
     assert len(w.source().asks.rooms) == 1
     w.wait(w.config.unclaimed_offer_ttl_s)
     assert not w.source().asks.rooms
+
+
+def test_a_rank_is_not_done_with_an_answer_that_another_did_not_get() -> None:
+    """The first answer has expired when the second rank asks, and the engine has more by then."""
+    w = world(source_tp=2, target_tp=2, unclaimed_offer_ttl_s=5.0)
+    pull(w, T0)
+    w.tell(LEAD, Held(ROOM, 0))
+    w.run()
+    w.wait(w.config.unclaimed_offer_ttl_s)
+    pull(w, T1)
+    hold(w, 16)
+    w.wait(w.config.unclaimed_offer_ttl_s)
+    assert outcome(w, T0) == Done(pulled=0)
+    failure = outcome(w, T1)
+    assert isinstance(failure, Failure)
+    assert failure.code is FailureCode.DEADLINE
+
+
+def test_an_answer_that_expires_before_the_room_is_open_fails_the_room() -> None:
+    w = world(source_tp=2, target_tp=2, unclaimed_offer_ttl_s=5.0)
+    pull(w, T0)
+    w.wait(1.0)
+    w.tell(LEAD, Held(ROOM, 16))
+    w.run()
+    w.wait(w.config.unclaimed_offer_ttl_s - 1.0)
+    hold(w, 16)
+    for peer in (LEAD, T0):
+        failure = outcome(w, peer)
+        assert isinstance(failure, Failure), peer
 
 
 @pytest.mark.parametrize("tokens", [17, 48])

@@ -148,7 +148,8 @@ class TargetEndpoint(RankEndpoint[Incoming]):
         """Ask any instance for the longest prefix of a sequence that it holds.
 
         Returns the room's handle at once. When it is done, its ``num_tokens`` first tokens are in
-        the pages: 0 if the holder had none of them. All ranks of this instance get one number.
+        the pages: 0 if the holder had none of them. All ranks of this instance get one number, so
+        no rank is done with tokens before every rank has called this.
 
         ``room``: an id of its own, the same at each rank of this instance.
         ``holder``: an instance with source endpoints: its name, or a view of it.

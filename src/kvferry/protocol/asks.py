@@ -5,6 +5,10 @@ holds. The first Ask of a room makes the engine look it up. All targets of the r
 answer, which is kept for ``unclaimed_offer_ttl_s`` or until the room ends. A held prefix is pinned
 by the room that the engine opens for it, so that pins end and are released as rooms do. If some
 target has not sent its Offer when the answer expires, the room fails.
+
+An answer is forgotten when it expires or when this process ends, and the next Ask gets another one.
+The lead therefore sends no Close of an asked room before it has the Offer of every target: until
+then no target is done with tokens. A target with another answer never sends that Offer.
 """
 
 from __future__ import annotations
@@ -87,6 +91,10 @@ class Asks:
     def _answer(self, room: Room, asked: AskedRoom, link: Link) -> None:
         if asked.held is not None and link.state is LinkState.UP:
             self._links.send(link, Holding(room, asked.askers[link], asked.held))
+
+    def awaits_targets(self, room: SourceRoom) -> bool:
+        """Whether some target of an asked room may lack the answer, so that none may be done."""
+        return room.name in self.rooms and room.expects_targets(self._links.identity.peer.rank)
 
     def asked_on(self, link: Link) -> list[Room]:
         """Return the rooms that were asked for on a link."""

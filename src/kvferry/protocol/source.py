@@ -248,6 +248,10 @@ class SourceMachine(Machine):
         room.outbounds[link.peer.rank] = outbound
         room.record_target(link)
         self.peers.send(link, Accept(offer.room, offer.generation))
+        if room.name in self.asks.rooms:
+            # The others may have waited with their Close for this Offer.
+            for one in room.outbounds.values():
+                self.writes.wake(one)
         for push in room.pushes:
             self.writes.push(outbound, push)
         if room.finish:
@@ -319,7 +323,8 @@ class SourceMachine(Machine):
         for outbound in self.writes.settle():
             room, sending = outbound.room, outbound.state is OutboundState.SENDING
             ended = self.writes.is_sent(outbound) and not self.proofs.reads(outbound)
-            if room.finish and sending and not room.failure and ended:
+            closes = room.finish and sending and not room.failure and ended
+            if closes and not self.asks.awaits_targets(room):
                 self.outbounds.close(outbound)
 
     def _fail(self, room: SourceRoom, failure: Failure) -> None:
@@ -379,7 +384,7 @@ class SourceMachine(Machine):
         now = self.outbox.now
         for name in self.asks.expired():
             asked = self.rooms.get(name)
-            if asked and asked.known_to_engine and asked.expects_targets(self.me.rank):
+            if asked and asked.expects_targets(self.me.rank):
                 self._fail(asked, asked.expired())
         for room in list(self.rooms.values()):
             if now >= room.deadline and room.state is not RoomState.FAILING:

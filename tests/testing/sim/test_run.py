@@ -39,6 +39,11 @@ def test_a_prefix_found_too_late_is_released(seed: int) -> None:
     assert not run_seed(seed).violations
 
 
+# A holder's lead died when one rank had its answer, and its successor answered the other one 0.
+def test_ranks_of_one_instance_pull_one_length() -> None:
+    assert not run_seed(3090002641).violations
+
+
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_scenario_passes(name: str) -> None:
     for seed in range(4):
@@ -47,7 +52,7 @@ def test_scenario_passes(name: str) -> None:
 
 
 def test_every_known_failure_has_a_scenario() -> None:
-    rows = [f"{kind}{n}" for kind, last in zip("CSLPA", (11, 8, 11, 9, 11), strict=True)
+    rows = [f"{kind}{n}" for kind, last in zip("CSLPA", (11, 8, 11, 9, 12), strict=True)
             for n in range(1, last + 1)]  # fmt: skip
     assert list(SCENARIOS) == rows
 
@@ -89,6 +94,7 @@ def test_a_broken_rule_is_caught(name: str) -> None:
         ("digest-ignored", "A6"),
         ("pin-for-long", "A7"),
         ("decline-silently", "A9"),
+        ("close-for-some-ranks", "A12"),
     ],
 )
 def test_the_scenario_of_a_mistake_catches_it(name: str, scenario: str) -> None:

@@ -230,6 +230,7 @@ class TargetNode(Node):
         offer = envelope.body
         if isinstance(offer, Offer) and offer.room in self.allocations:
             self.allocations[offer.room].generation = offer.generation
+            self.world.offered[offer.room].add(self.peer)
         super().send(peer, envelope)
 
     def connect(self, action: Connect) -> None:
@@ -287,6 +288,10 @@ class TargetNode(Node):
             assert outcome.pulled is not None
             self.world.counts["pulled" if outcome.pulled else "pulled-nothing"] += 1
             allocation.request = Request(outcome.pulled, min(job.request.prefix, outcome.pulled))
+            ranks = {peer for peer in self.world.nodes if peer.instance == self.peer.instance}
+            if outcome.pulled and not ranks <= self.world.offered[room]:
+                text = f"{self.peer} pulled before each rank had the answer"
+                self.world.violate("never corrupts", text, room)
         if outcome.metadata != (b"" if outcome.pulled == 0 else job.metadata):
             self.world.violate("never corrupts", f"{self.peer} got other metadata", room)
         error = self.memory.find_error(allocation)

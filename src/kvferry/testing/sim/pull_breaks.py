@@ -9,6 +9,7 @@ from kvferry.protocol.asks import Asks
 from kvferry.protocol.inbound import InboundTransfer, InboundTransfers
 from kvferry.protocol.links import Link
 from kvferry.protocol.messages import Ask
+from kvferry.protocol.outbound import SourceRoom
 from kvferry.protocol.states import InboundState
 from kvferry.protocol.target import TargetMachine
 from kvferry.testing.sim.breaks import broken_rule, machine, source_part, target_part
@@ -34,6 +35,14 @@ class KeepAnswers(Asks):
 
     def expired(self) -> list[Room]:
         return []
+
+
+@broken_rule(source_part("asks"), one_sided=0.3)
+class CloseForSomeRanks(Asks):
+    """A rank may be done with an answer that another rank will not get."""
+
+    def awaits_targets(self, room: SourceRoom) -> bool:
+        return False
 
 
 @broken_rule(source_part("asks"), one_sided=0.3)

@@ -40,6 +40,7 @@ from kvferry.testing.sim.scripts import (
     at_first,
     cancel,
     change,
+    cut,
     hostile_frames,
     huge_page,
     jobs,
@@ -481,6 +482,16 @@ SCENARIOS: dict[str, Scenario] = {
         "a source that does not know Ask holds nothing",
         all_of(change(Welcome, answers=False), pull(32, 32)),
         pulled(0),
+        PULLS,
+    ),
+    "A12": Scenario(
+        "a holder restarts between two ranks' questions, and its answers differ",
+        all_of(
+            cut(Peer("decode0", 1), Peer(PREFILL, 0), 0.6),
+            at(0.5, kill(PREFILL, 0, 0.05)),
+            pull(32, 32),
+        ),
+        promises_only,
         PULLS,
     ),
 }

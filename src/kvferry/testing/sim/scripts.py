@@ -190,6 +190,14 @@ def kill_after_a_layer(cluster: SimCluster, instance: str, rank: int) -> None:
 
 
 @script
+def cut(cluster: SimCluster, one: Peer, other: Peer, until: float) -> None:
+    """Drop all frames between two peers until that time."""
+    cluster.world.intercept = lambda sender, to, envelope: (
+        [] if {sender, to} == {one, other} and cluster.world.now < until else None
+    )
+
+
+@script
 def lose_first(cluster: SimCluster, *kinds: type) -> None:
     """Lose the first frame of each kind on each pair."""
     seen: set[tuple[Peer, Peer, type]] = set()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
@@ -96,6 +96,8 @@ class World:
         self.intercept: Interceptor | None = None
         # Rooms of which a write landed with a wrong byte.
         self.flipped: set[Room] = set()
+        # Targets that have offered pages for each room.
+        self.offered: defaultdict[Room, set[Peer]] = defaultdict(set)
         self.past_frames: list[tuple[Peer, bytes]] = []
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
