@@ -41,13 +41,18 @@ def cluster(models: Models) -> Iterator[Running]:
 
 
 @pytest.fixture(autouse=True)
-def all_are_back(cluster: Running) -> Iterator[None]:
-    cluster.wait_up(*WORKERS)
-    yield
+def all_are_back(cluster: Running) -> None:
+    # A worker that the last test has told to end may still be ending.
+    wait_until(lambda: _all_are_up(cluster), f"{WORKERS} to be up")
+
+
+def _all_are_up(cluster: Running) -> bool:
+    """Start the workers that have ended; return whether the router sees all."""
     for name in WORKERS:
         if cluster[name].process.poll() is not None:
             cluster[name].start()
             cluster.launch.wait_ready([cluster[name]])
+    return all(map(cluster.is_up, WORKERS))
 
 
 # ---------------------------------------------------------------- requests
