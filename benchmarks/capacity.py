@@ -372,7 +372,7 @@ def measure(pool: Pool, args: argparse.Namespace) -> dict[str, Any]:
     cost = hand_off_cost(estimate(plan, Request(NUM_TOKENS), link))
     limits = limits_of(load_at(1.0, args), cost)
     limit = min(limits[Resource.SENDING], limits[Resource.RECEIVING])
-    # What follows is not known to the prediction. The times of writes say where it is wrong.
+    # The prediction does not know these. The times of writes show where it is wrong.
     rows = [compare(pool, cost, limit, share, args) for share in SHARES]
     _, alone = pool.run([i * ALONE_S for i in range(NUM_ALONE)])
     _, at_once = pool.run([0.0] * NUM_AT_ONCE)

@@ -59,7 +59,7 @@ def _all_are_up(cluster: Running) -> bool:
 
 
 class Streamed(NamedTuple):
-    """What a client has of its stream, and the longest time between two of its events."""
+    """A client's part of its stream, and the longest time between two of its events."""
 
     text: str
     tokens: list[int]

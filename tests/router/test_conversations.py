@@ -1,4 +1,4 @@
-"""Who held a conversation, and whether pulling pays."""
+"""The table of holders, and the decision to pull."""
 
 from __future__ import annotations
 

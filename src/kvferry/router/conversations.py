@@ -48,7 +48,7 @@ class KnownHolders(NamedTuple):
 
 
 class PullDecision(StrEnum):
-    """What the router decided about a prompt's prefix."""
+    """The router's decision about a prompt's prefix."""
 
     UNKNOWN = auto()
     HERE = auto()
@@ -64,7 +64,7 @@ class HolderChoice(NamedTuple):
 
 
 class PrefillReport(msgspec.Struct, frozen=True):
-    """What a prefill worker's answer says about its prompt."""
+    """Report of a prefill worker about its prompt."""
 
     class Usage(msgspec.Struct, frozen=True):
         """OpenAI's field."""
@@ -166,7 +166,7 @@ def _moved(before: float, measured: float) -> float:
 
 
 class Conversations:
-    """Who holds which beginnings of prompts; the least recently used are forgotten.
+    """Table of the holders of beginnings of prompts; the least recently used are forgotten.
 
     It keeps ``max_pieces`` pieces, in at most ``max_bytes`` (``PIECE_BYTES`` for each).
     """

@@ -22,7 +22,7 @@ from kvferry.router.worker_pool import Worker, WorkerPool
 
 
 class HolderMemory:
-    """What one router knows of holders. Belongs to its event loop."""
+    """A router's knowledge of holders. Belongs to its event loop."""
 
     def __init__(
         self,

@@ -236,7 +236,7 @@ class WorkerPool:
     def choose(self, role: WorkerRole, model: str, avoid: Collection[str] = ()) -> Worker | None:
         """Return the next worker for a model, or None if all must be avoided.
 
-        Raises ``AllFull`` if there are some that need not be avoided, and none takes a request now.
+        Raises ``AllFull`` if no worker takes a request now, and some of them are not to be avoided.
         """
         fitting = [
             worker

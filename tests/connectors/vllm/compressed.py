@@ -32,7 +32,7 @@ RATIOS = (0, 4, 128, 4)
 # No multiple of a ratio or of a block.
 NUM_TOKENS = 333
 UNTOUCHED = 0xA5
-# What ``block_groups`` and ``block_selector`` read of a ``VllmConfig``.
+# The fields of a ``VllmConfig`` that ``block_groups`` and ``block_selector`` read.
 CONFIG = SimpleNamespace(
     scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
     speculative_config=None,

@@ -39,7 +39,7 @@ NUM_WARPS = 4
 
 
 class SumTile(NamedTuple):
-    """What a program adds at a time: ``num_rows`` rows of ``width`` words of 8 bytes.
+    """The part that a program adds at a time: ``num_rows`` rows of ``width`` words of 8 bytes.
 
     Each address, stride and length is a multiple of ``word`` bytes. The elements of a unit lie
     apart if ``is_strided``.

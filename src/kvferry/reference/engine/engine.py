@@ -79,7 +79,7 @@ class Engine:
 
     @property
     def model(self) -> str:
-        """What other instances of the model must have in common with this one, for digests."""
+        """Fingerprint that instances must share for their digests to be equal."""
         return self.ranks.worker.extension.model
 
     @property

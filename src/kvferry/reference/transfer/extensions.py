@@ -58,7 +58,7 @@ H = TypeVar("H", bound=Outgoing | Incoming)
 
 
 class OpenCommand(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """To every prefill rank: send this request's cache to that room as it is computed."""
+    """To every prefill rank: send this request's cache to that room during its computation."""
 
     request: str
     room: Room
