@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing
+import os
 import signal
+import threading
 import time
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -162,6 +164,7 @@ def rank_main(
         install(log_as._replace(rank=rank))
     # Ctrl-C is for the driver, which then ends its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_driver, name="kvferry-parent", daemon=True).start()
     worker = None
     try:
         worker = RankWorker(setup, rank, sockets)
@@ -177,3 +180,11 @@ def rank_main(
         is_input = worker is None and isinstance(error, InputError)
         with contextlib.suppress(BrokenPipeError):
             pipe.send(RankFailure(str(error), is_input))
+
+
+def _end_with_driver() -> None:
+    """End this process when the driver's has ended, also in the middle of a start or of a step."""
+    driver = multiprocessing.parent_process()
+    if driver is not None:
+        driver.join()
+        os._exit(1)
