@@ -84,16 +84,16 @@ def test_the_answer_is_that_of_one_engine(engines: Engines, sizes: str, num_toke
 
 
 def test_only_the_window_is_transferred(engines: Engines) -> None:
-    blocks = 16
-    prompt = prompt_of(7, blocks * BLOCK_TOKENS)
+    prompt = prompt_of(7, 16 * BLOCK_TOKENS)
     rooms, sent = "vllm:kvferry_rooms_done_total", "vllm:kvferry_bytes_sent_total"
     before = metric(engines.one, rooms), metric(engines.one, sent)
     answer = prefilled_then_decoded(engines.one, engines.two, prompt, ANSWER)
     assert token_ids(answer) == alone(engines, prompt)
     eventually(lambda: metric(engines.one, rooms) > before[0], "the room is counted")
-    cell = LAYERS // 2 * HEADS * BLOCK_TOKENS * CONTENT_BYTES
-    # Decode computes the last token; a window of 63 tokens touches at most 3 blocks.
-    assert metric(engines.one, sent) - before[1] == (blocks + 3) * cell
+    token_bytes = LAYERS // 2 * HEADS * CONTENT_BYTES
+    # Decode computes the last token, whose window reaches back to the 63 tokens before it.
+    num_tokens = len(prompt) - 1 + WINDOW - 1
+    assert metric(engines.one, sent) - before[1] == num_tokens * token_bytes
 
 
 def test_only_missing_tokens_are_transferred(engines: Engines) -> None:
