@@ -45,10 +45,16 @@ class Engines(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+def deployment() -> Iterator[Deployment]:
+    with Deployment() as here:
+        yield here
+
+
+@pytest.fixture(scope="module")
+def engines(deployment: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Engines:
     model: Path = padded(tmp_path_factory.mktemp("padded"))
     more = "--enable-prefix-caching --max-num-batched-tokens 256 --enable-prompt-tokens-details"
-    with Deployment() as deployment, timed("vLLM TP1 and TP2, each with both roles"):
+    with timed("vLLM TP1 and TP2, each with both roles"):
         found = []
         for name, tp in (("one", 1), ("two", 2)):
             transfer = deployment.connector("kv_both", name, silence_s=8, pull_deadline_s=30) | {
@@ -58,8 +64,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
             found.append(deployment.vllm(name, model, tp=tp, transfer=transfer, more=more))
         for server in found:
             server.wait_until_up()
-        log("all are up")
-        yield Engines(*found)
+    return Engines(*found)
 
 
 def prompt_of(number: int, length: int = 70) -> list[int]:
@@ -152,6 +157,35 @@ def test_prefill_pulls_what_decode_has_generated(engines: Engines) -> None:
     from_decode.become(have - whole_blocks(len(first)))
     from_prefill.become(len(second) - have)
     assert token_ids(answer) == alone(prefill, second)
+
+
+def test_three_turns_through_the_router(deployment: Deployment, engines: Engines) -> None:
+    """The router finds by itself that decode has the last answer, which is worth a pull."""
+    decode, prefill = engines
+    router, length = deployment.router([prefill], decode), 256
+
+    def turn(prompt: list[int]) -> list[int]:
+        answer = token_ids(complete(router, prompt, length, ignore_eos=True))
+        whole = complete(prefill, prompt, length, ignore_eos=True, cache_salt=secrets.token_hex(8))
+        assert answer == token_ids(whole)
+        return answer
+
+    first = prompt_of(50, 128)
+    second = [*first, *turn(first), *range(900, 940)]
+    sent = SentTokens(decode)
+    with timed("turn 2"):
+        last = turn(second)
+    sent.become(whole_blocks(len(first) + length - 1) - whole_blocks(len(first)))
+    # The client has removed a part of the last answer, which may repeat itself.
+    third = [*second, *last[:100], *last[150:], 800, 801]
+    pairs = enumerate(zip([*second, *last], third, strict=False))
+    num_common = next(at for at, (before, now) in pairs if before != now)
+    assert len(second) + 100 <= num_common < len(second) + 150
+    sent = SentTokens(decode)
+    with timed("turn 3"):
+        turn(third)
+    sent.become(whole_blocks(num_common) - whole_blocks(len(second)))
+    eventually(lambda: is_idle(prefill) and is_idle(decode), "blocks are released")
 
 
 def test_a_pull_that_skips_the_copy_changes_the_answer(engines: Engines) -> None:
