@@ -189,22 +189,34 @@ class Plan:
         working = {*self._targets, self.source.lead}
         return tuple(rank for rank in range(self.source.num_ranks) if rank not in working)
 
+    @cached_property
+    def _contacts(self) -> dict[int, tuple[int, ...]]:
+        """The contacts of each target, ascending."""
+        targets, lead = range(self.target.num_ranks), self.source.lead
+        idle = {target: self._idle[target :: len(targets)] for target in targets}
+        return {
+            target: tuple(sorted({*self.sources_of(target), lead, *idle[target]}))
+            for target in targets
+        }
+
+    @cached_property
+    def _audiences(self) -> dict[int, tuple[int, ...]]:
+        """The targets that have each source among their contacts, ascending."""
+        return _grouped(
+            (source, target) for target in self._contacts for source in self.contacts(target)
+        )
+
     def contacts(self, target: int) -> tuple[int, ...]:
         """Return the sources to which ``target`` sends an Offer for each room.
 
         These are the sources that send it something, the lead, which has the metadata, and a
         share of the idle sources: they hold pages too, and must learn when to release them.
         """
-        idle = self._idle[target :: self.target.num_ranks]
-        return tuple(sorted({*self.sources_of(target), self.source.lead, *idle}))
+        return self._contacts[target]
 
     def audience(self, source: int) -> tuple[int, ...]:
         """Return the targets that have ``source`` among their ``contacts``."""
-        if source == self.source.lead:
-            return tuple(range(self.target.num_ranks))
-        if source in self._idle:
-            return (self._idle.index(source) % self.target.num_ranks,)
-        return self.targets_of(source)
+        return self._audiences[source]
 
     def blocks(self, source: int, target: int, request: Request) -> tuple[Block, ...]:
         """Return what ``source`` sends ``target`` for a request, as disjoint blocks."""
