@@ -34,6 +34,9 @@ class Coverage:
         """Add the tokens in these layers. Pairs that are present already may be added again."""
         if not len(layers) or not len(tokens):
             return
+        if not self.strips:
+            self.strips = _new(layers, tokens)
+            return
         if len(self.strips) == 1 and self.strips[0].layers == layers:
             # The usual case: whole chunks. A strip that is alone shares its set with no other.
             self.strips[0].tokens.add(tokens)
@@ -56,6 +59,9 @@ class Coverage:
 
     def gaps(self, layers: Span, tokens: Span) -> list[Strip]:
         """Return the pairs of these layers and tokens that are missing, in the order of layers."""
+        if self.covers(layers, tokens):
+            # The usual case, once everything was added.
+            return []
         missing = []
         at = layers.first
         for strip in self.strips:
@@ -80,14 +86,13 @@ class Coverage:
         """Return whether every pair of these layers and tokens is present."""
         if not len(tokens):
             return True
-        at = layers.first
+        at = layers.first  # The layers below are covered.
         for strip in self.strips:
-            inside = strip.layers.intersect(layers)
-            if not len(inside):
+            if strip.layers.end <= at:
                 continue
-            if at < inside.first or not strip.tokens.covers(tokens):
-                return False
-            at = inside.end
+            if at >= layers.end or at < strip.layers.first or not strip.tokens.covers(tokens):
+                break
+            at = strip.layers.end
         return at >= layers.end
 
     @property

@@ -89,7 +89,10 @@ class SpanSet:
 
     def covers(self, span: Span) -> bool:
         """Return whether every integer of ``span`` is in the set."""
-        return not len(span) or any(mine.covers(span) for mine in self.spans)
+        for mine in self.spans:
+            if mine.covers(span):
+                return True
+        return not len(span)
 
     def __repr__(self) -> str:
         return " ".join(map(repr, self.spans)) or "nothing"
