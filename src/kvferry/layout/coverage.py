@@ -7,7 +7,6 @@ equal tokens are joined.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvferry.layout.intervals import Span, SpanSet
@@ -69,7 +68,7 @@ class Coverage:
             if not len(inside):
                 continue
             missing += _new(Span(at, inside.first), tokens)
-            missing += [Strip(inside, _set_of(strip.tokens.gaps(tokens)))]
+            missing += [Strip(inside, SpanSet(strip.tokens.gaps(tokens)))]
             at = inside.end
         missing += _new(Span(at, layers.end), tokens)
         return [strip for strip in missing if strip.tokens.spans]
@@ -106,16 +105,9 @@ class Coverage:
         return ", ".join(f"layers {strip.layers}: {strip.tokens!r}" for strip in self.strips)
 
 
-def _set_of(spans: Iterable[Span]) -> SpanSet:
-    made = SpanSet()
-    for span in spans:
-        made.add(span)
-    return made
-
-
 def _new(layers: Span, tokens: Span) -> list[Strip]:
     """Return a strip of layers that had no tokens, or nothing if a span is empty."""
-    return [Strip(layers, _set_of([tokens]))] if len(layers) and len(tokens) else []
+    return [Strip(layers, SpanSet([tokens]))] if len(layers) and len(tokens) else []
 
 
 def _cut(strip: Strip, inside: Span, tokens: Span) -> list[Strip]:
