@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from wire import World, always_stage, never_stage
 
@@ -11,6 +13,7 @@ from kvferry.layout import CacheSpec, DType, Layout, Paged, Parallel, Span, Stat
 from kvferry.layout.spec import Group, Tensor, Window
 from kvferry.plan import Block, Request
 from kvferry.protocol.events import Cancel, Finish, Prepare, Push, Tick
+from kvferry.protocol.inbound import InboundTransfer, TargetRoom
 from kvferry.protocol.messages import (
     Arrived,
     Close,
@@ -18,6 +21,7 @@ from kvferry.protocol.messages import (
     Staging,
     Want,
 )
+from kvferry.protocol.outbound import OutboundTransfer, SourceRoom
 from kvferry.protocol.outcome import Done, Status
 
 DENSE = attention(layers=2, kv_heads=4, head_dim=2)
@@ -109,6 +113,24 @@ def test_a_fully_cached_prompt_sends_close_alone(spec: CacheSpec) -> None:
     assert not w.where(Arrived)
     assert not any(w.landed.values())
     w.finish()
+
+
+@STAGED
+def test_ended_rooms_are_freed_without_garbage_collection(staged: bool) -> None:
+    w = world(layout(DENSE, tp=2), layout(DENSE), staged=staged)
+    gc.collect()
+    gc.disable()
+    try:
+        w.open(ROOM)
+        w.receive(ROOM, Request(24))
+        w.run()
+        w.prefill_all(ROOM, 24)
+        w.wait(4)
+        assert w.outcomes(ROOM) == {"done"}
+        kinds = SourceRoom, OutboundTransfer, TargetRoom, InboundTransfer
+        assert [one for one in gc.get_objects() if type(one) in kinds] == []
+    finally:
+        gc.enable()
 
 
 @STAGED

@@ -157,10 +157,16 @@ class Summaries(msgspec.Struct, frozen=True):
     version: str = ""
 
 
+class InstanceName(msgspec.Struct, frozen=True, array_like=True):
+    """An instance's name as ``msgspec`` checks it: of a struct, it analyses the type only once."""
+
+    name: Name
+
+
 def demand_name(name: str) -> None:
     """Raise ``InputError`` unless ``name`` is valid for an instance."""
     try:
-        msgspec.convert(name, Name)
+        msgspec.convert((name,), InstanceName)
     except msgspec.ValidationError:
         raise InputError(
             f"{name!r:.300} is not a valid instance name; use 1 to {MAX_NAME} letters, digits and "

@@ -7,7 +7,6 @@ equal tokens are joined.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvferry.layout.intervals import Span, SpanSet
@@ -34,6 +33,9 @@ class Coverage:
         """Add the tokens in these layers. Pairs that are present already may be added again."""
         if not len(layers) or not len(tokens):
             return
+        if not self.strips:
+            self.strips = _new(layers, tokens)
+            return
         if len(self.strips) == 1 and self.strips[0].layers == layers:
             # The usual case: whole chunks. A strip that is alone shares its set with no other.
             self.strips[0].tokens.add(tokens)
@@ -56,6 +58,9 @@ class Coverage:
 
     def gaps(self, layers: Span, tokens: Span) -> list[Strip]:
         """Return the pairs of these layers and tokens that are missing, in the order of layers."""
+        if self.covers(layers, tokens):
+            # The usual case, once everything was added.
+            return []
         missing = []
         at = layers.first
         for strip in self.strips:
@@ -63,7 +68,7 @@ class Coverage:
             if not len(inside):
                 continue
             missing += _new(Span(at, inside.first), tokens)
-            missing += [Strip(inside, _set_of(strip.tokens.gaps(tokens)))]
+            missing += [Strip(inside, SpanSet(strip.tokens.gaps(tokens)))]
             at = inside.end
         missing += _new(Span(at, layers.end), tokens)
         return [strip for strip in missing if strip.tokens.spans]
@@ -80,14 +85,13 @@ class Coverage:
         """Return whether every pair of these layers and tokens is present."""
         if not len(tokens):
             return True
-        at = layers.first
+        at = layers.first  # The layers below are covered.
         for strip in self.strips:
-            inside = strip.layers.intersect(layers)
-            if not len(inside):
+            if strip.layers.end <= at:
                 continue
-            if at < inside.first or not strip.tokens.covers(tokens):
-                return False
-            at = inside.end
+            if at >= layers.end or at < strip.layers.first or not strip.tokens.covers(tokens):
+                break
+            at = strip.layers.end
         return at >= layers.end
 
     @property
@@ -101,16 +105,9 @@ class Coverage:
         return ", ".join(f"layers {strip.layers}: {strip.tokens!r}" for strip in self.strips)
 
 
-def _set_of(spans: Iterable[Span]) -> SpanSet:
-    made = SpanSet()
-    for span in spans:
-        made.add(span)
-    return made
-
-
 def _new(layers: Span, tokens: Span) -> list[Strip]:
     """Return a strip of layers that had no tokens, or nothing if a span is empty."""
-    return [Strip(layers, _set_of([tokens]))] if len(layers) and len(tokens) else []
+    return [Strip(layers, SpanSet([tokens]))] if len(layers) and len(tokens) else []
 
 
 def _cut(strip: Strip, inside: Span, tokens: Span) -> list[Strip]:

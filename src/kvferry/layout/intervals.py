@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import msgspec
 
@@ -47,18 +47,16 @@ def cut(spans: Collection[Span]) -> list[Span]:
 
 
 class SpanSet:
-    """A growing set of integers, kept as disjoint spans in order."""
+    """A growing set of integers, kept as disjoint spans in order, with gaps between them."""
 
     __slots__ = ("spans",)
 
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
+    def __init__(self, spans: Iterable[Span] = ()) -> None:
+        self.spans = list(spans)
 
     def copy(self) -> SpanSet:
         """Return another set with the same integers."""
-        other = SpanSet()
-        other.spans = list(self.spans)
-        return other
+        return SpanSet(self.spans)
 
     def add(self, span: Span) -> None:
         """Add the integers of a span. Those that are present already may be added again."""
@@ -89,7 +87,10 @@ class SpanSet:
 
     def covers(self, span: Span) -> bool:
         """Return whether every integer of ``span`` is in the set."""
-        return not len(span) or any(mine.covers(span) for mine in self.spans)
+        for mine in self.spans:
+            if mine.covers(span):
+                return True
+        return not len(span)
 
     def __repr__(self) -> str:
         return " ".join(map(repr, self.spans)) or "nothing"

@@ -372,9 +372,10 @@ class Layout(msgspec.Struct, frozen=True):
 
     def tokens_per_page(self, group: Group) -> int:
         """Return the tokens of a page of a group that follows tokens."""
-        return next(
-            (size for name, size in self.group_pages if name == group.name), self.page_tokens
-        )
+        for name, size in self.group_pages:
+            if name == group.name:
+                return size
+        return self.page_tokens
 
     def page_entries(self, group: Group) -> int:
         """Return how many entries of a group a page holds; 1 for state rows."""

@@ -75,8 +75,9 @@ class PageTableValidator:
 
     def _first_page(self, group: Group, request: Request, num_given: int) -> int:
         """Return the index of the first given page: 0, or the first page to be filled."""
-        everything = self._local_pages(group, Span(0, request.num_tokens))
-        needed = self._local_pages(group, group.owed(request.num_tokens, request.prefix))
+        tokens, owed = Span(0, request.num_tokens), group.owed(request.num_tokens, request.prefix)
+        everything = self._local_pages(group, tokens)
+        needed = everything if owed == tokens else self._local_pages(group, owed)
         if num_given >= everything.end:
             return 0
         if num_given == len(needed):

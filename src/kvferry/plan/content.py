@@ -222,6 +222,9 @@ class CellEntries(NamedTuple):
 
     def columns(self) -> Iterator[CellEntries]:
         """Yield each column that has tokens, with the layers whose cell in it is chosen."""
+        if len(self.edges) == 2 and NOT_CHOSEN not in self.cells:
+            yield self
+            return
         for index in np.flatnonzero(np.diff(self.edges)).tolist():
             yield self._column(index)
 

@@ -184,10 +184,17 @@ class Plan:
         return self._sources.get(target, ())
 
     @cached_property
-    def _idle(self) -> tuple[int, ...]:
-        """Source ranks that send nothing, except the lead."""
-        working = {*self._targets, self.source.lead}
-        return tuple(rank for rank in range(self.source.num_ranks) if rank not in working)
+    def _contacts(self) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
+        """The contacts of each target, and the audience of each source."""
+        targets, lead = range(self.target.num_ranks), self.source.lead
+        working = {*self._targets, lead}
+        idle = [rank for rank in range(self.source.num_ranks) if rank not in working]
+        pairs = [
+            (target, source)
+            for target in targets
+            for source in {*self.sources_of(target), lead, *idle[target :: len(targets)]}
+        ]
+        return _grouped(pairs), _grouped((source, target) for target, source in pairs)
 
     def contacts(self, target: int) -> tuple[int, ...]:
         """Return the sources to which ``target`` sends an Offer for each room.
@@ -195,16 +202,11 @@ class Plan:
         These are the sources that send it something, the lead, which has the metadata, and a
         share of the idle sources: they hold pages too, and must learn when to release them.
         """
-        idle = self._idle[target :: self.target.num_ranks]
-        return tuple(sorted({*self.sources_of(target), self.source.lead, *idle}))
+        return self._contacts[0][target]
 
     def audience(self, source: int) -> tuple[int, ...]:
         """Return the targets that have ``source`` among their ``contacts``."""
-        if source == self.source.lead:
-            return tuple(range(self.target.num_ranks))
-        if source in self._idle:
-            return (self._idle.index(source) % self.target.num_ranks,)
-        return self.targets_of(source)
+        return self._contacts[1][source]
 
     def blocks(self, source: int, target: int, request: Request) -> tuple[Block, ...]:
         """Return what ``source`` sends ``target`` for a request, as disjoint blocks."""

@@ -70,7 +70,7 @@ def _table_problem(
     plan: Plan, hello: Hello, target: int, group: Group, block: Block, table: PageTableMessage
 ) -> str | None:
     num_pages = min(hello.pools.of(group.name, t.name).num_pages for t in group.tensors)
-    if any(page >= num_pages for page in table.pages):
+    if max(table.pages, default=-1) >= num_pages:
         return f"names page {max(table.pages)}, but its pool has {num_pages} pages"
     if len(set(table.pages)) != len(table.pages):
         return "names a page twice"

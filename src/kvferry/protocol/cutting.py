@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 from math import lcm
 from typing import NamedTuple
 
-from msgspec.structs import replace
-
 from kvferry.layout.coverage import Coverage
 from kvferry.layout.intervals import Span
 from kvferry.layout.pages import page_period
@@ -27,15 +25,16 @@ def within(
     spec: CacheSpec, blocks: Iterable[Block], layers: Span, tokens: Span | None = None
 ) -> list[Block]:
     """Return the parts of ``blocks`` inside ``layers``, and inside ``tokens`` if given."""
-    clipped = (
-        replace(
-            block,
-            layers=block.layers.intersect(layers),
-            tokens=block.tokens if tokens is None else block.tokens.intersect(tokens),
-        )
-        for block in blocks
-    )
+    clipped = (_inside(b, layers, b.tokens if tokens is None else tokens) for b in blocks)
     return [b for b in clipped if len(b.tokens) and spec.group(b.group).layers_in(b.layers)]
+
+
+def _inside(block: Block, layers: Span, tokens: Span) -> Block:
+    """Return the part of a block inside ``layers`` and ``tokens``, which may be empty."""
+    if layers.covers(block.layers) and tokens.covers(block.tokens):
+        return block
+    inner = block.layers.intersect(layers), block.tokens.intersect(tokens)
+    return Block(block.group, *inner)
 
 
 def cut_to_slots(

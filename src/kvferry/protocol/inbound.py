@@ -157,8 +157,10 @@ class InboundTransfers:
     def token_refusal(self, request: Request) -> Failure | None:
         """Return why a request's tokens do not fit beside those of all open rooms."""
         most = self._links.config.max_tokens
+        if most is None:
+            return None
         num_open = sum(room.num_tokens for room in self._rooms.values())
-        if most is None or num_open + request.num_tokens - request.prefix <= most:
+        if num_open + request.num_tokens - request.prefix <= most:
             return None
         text = f"{num_open} tokens are being received here, and {most} at most; retry later"
         return Failure.of(FailureCode.TOO_MANY_ROOMS, text)

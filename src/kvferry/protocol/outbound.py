@@ -74,6 +74,15 @@ class OutboundTransfer:
     # The sums that the target asks for, and whether they are being computed.
     is_proving: bool = False
     sums: bytes | None = None
+    # The owed blocks of tokens, which become available push by push, and of state rows.
+    paged: list[Block] = field(init=False)
+    rows: list[Block] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.paged, self.rows = [], []
+        for block in self.owed:
+            kind = self.transfer.plan.spec.group(block.group).kind
+            (self.rows if isinstance(kind, StateRow) else self.paged).append(block)
 
     @property
     def peer(self) -> Peer:
@@ -181,20 +190,13 @@ class OutboundTransfer:
                 return count
         return min(len(self.staged), MAX_BLOCKS_PER_WRITE)
 
-    def paged(self) -> list[Block]:
-        """Return the owed blocks of tokens, which become available push by push."""
-        spec = self.transfer.plan.spec
-        return [b for b in self.owed if not isinstance(spec.group(b.group).kind, StateRow)]
-
     def state_rows(self, layers: Span) -> list[Block]:
         """Return the owed state rows of ``layers``."""
-        spec = self.transfer.plan.spec
-        rows = (b for b in self.owed if isinstance(spec.group(b.group).kind, StateRow))
-        return within(spec, rows, layers)
+        return within(self.transfer.plan.spec, self.rows, layers)
 
     def chunk(self, tokens: Span, layers: Span) -> list[Block]:
         """Return the owed blocks of ``tokens`` and ``layers``."""
-        return within(self.transfer.plan.spec, self.paged(), layers, tokens)
+        return within(self.transfer.plan.spec, self.paged, layers, tokens)
 
 
 @dataclass(slots=True, eq=False)
@@ -282,7 +284,7 @@ class SourceRoom:
     def push_problem(self) -> Failure | None:
         """Return why a finished room can never close: some blocks were not pushed."""
         for outbound in self.outbounds.values():
-            block = next(self._unpushed(outbound, outbound.paged()), None)
+            block = next(self._unpushed(outbound, outbound.paged), None)
             if block is not None:
                 text = f"{block!r} was never pushed; pushed were {self.pushed.tokens!r}"
                 return Failure.of(FailureCode.NOT_ALL_PUSHED, text)

@@ -372,6 +372,8 @@ class TargetMachine(Machine):
         del self.rooms[room.name]
         for inbound in room.inbounds.values():
             self.peers.drop_if_unneeded(inbound.link)
+        # They refer to the room, so only the garbage collector would free them.
+        room.inbounds = {}
         self.outbox.do(Release(room.name))
 
     def link_lost(self, link: Link, failure: Failure) -> None:

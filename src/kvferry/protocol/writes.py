@@ -79,10 +79,11 @@ class WriteQueue:
 
     def push_rest(self, outbound: OutboundTransfer, event: Finish) -> None:
         """Queue the state rows that were not pushed with their layers."""
-        gaps = outbound.room.pushed.rows.gaps(outbound.all_layers)
-        rows = [row for layers in gaps for row in outbound.state_rows(layers)]
-        if rows:
-            self._decide(outbound, event, rows)
+        if outbound.rows:
+            gaps = outbound.room.pushed.rows.gaps(outbound.all_layers)
+            rows = [row for layers in gaps for row in outbound.state_rows(layers)]
+            if rows:
+                self._decide(outbound, event, rows)
         self.wake(outbound)
 
     def _decide(

@@ -24,6 +24,12 @@ log = logging.getLogger("kvferry.endpoint")
 H = TypeVar("H", bound=Handle)
 
 
+class RoomId(msgspec.Struct, array_like=True):
+    """A room's id as ``msgspec`` checks it: of a struct, it analyses the type only once."""
+
+    room: Room
+
+
 class RoomTable(Generic[H]):
     """Handles of the rooms whose memory is held, and the bindings of these rooms to their pages."""
 
@@ -165,7 +171,7 @@ def with_stalls(failure: Failure, stalled: Mapping[str, float]) -> Failure:
 def _check_room(room: Room) -> None:
     """Raise ``InputError`` for an id that no frame can carry."""
     try:
-        msgspec.convert(room, Room)
+        msgspec.convert((room,), RoomId)
         if isinstance(room, str):
             # Python strings may hold lone surrogates, which UTF-8 can't encode.
             room.encode()

@@ -59,6 +59,9 @@ MIN_STALL = 1 / 32
 
 M = TypeVar("M", bound=Machine)
 
+# Events with which an engine opens a room.
+OPENING = (Open, Receive)
+
 # Frames that may wait for the end of a long turn. More are sent in the middle of it.
 MAX_WAITING_FRAMES = 16
 
@@ -255,7 +258,7 @@ class MachineRunner(Generic[M, D]):
 
     def _handle(self, event: Event, now: float) -> None:
         due = now + self._shortest_timer_s
-        if isinstance(event, Open | Receive):
+        if isinstance(event, OPENING):
             self._held.add(event.room)
             due = min(due, event.deadline)
         self._tick_at = min(self._tick_at, due)
@@ -290,8 +293,12 @@ class MachineRunner(Generic[M, D]):
         if not self._frames:
             return
         frames, self._frames = self._frames, []
-        for frame in drop_redundant(frames) if len(frames) > 1 else frames:
+        for frame in self._needed(frames):
             self.ports.control.send(frame.peer, frame.envelope)
+
+    def _needed(self, frames: list[Send]) -> list[Send]:
+        """Return the frames that are not redundant: at a target, all."""
+        return frames
 
     def _disconnect(self, session: Session) -> None:
         record = self.sessions.cut(session)
@@ -407,6 +414,9 @@ class SourceRunner(MachineRunner[SourceMachine, SourceDataPort]):
         if note is not None:
             self._frames.append(note)
 
+    def _needed(self, frames: list[Send]) -> list[Send]:
+        return drop_redundant(frames) if len(frames) > 1 else frames
+
     def _cut(self, session: Session) -> None:
         """Let no more writes of a session start, and discard what was gathered for it."""
         self.ports.data.cut(session)
@@ -438,12 +448,14 @@ def drop_redundant(frames: list[Send]) -> list[Send]:
         body = frame.envelope.body
         if isinstance(body, RoomMessage):
             key = (frame.peer, body.room, body.generation)
-            direct = isinstance(body, Arrived) and body.serial is None
-            if (isinstance(body, Accept) and key in later) or (direct and key in closed):
-                continue
+            match body:
+                case Accept() if key in later:
+                    continue
+                case Arrived(serial=None) if key in closed:
+                    continue
+                case Close(written=written) if len(written) < MAX_BLOCKS:
+                    closed.add(key)
             later.add(key)
-            if isinstance(body, Close) and len(body.written) < MAX_BLOCKS:
-                closed.add(key)
         kept.append(frame)
     return kept[::-1]
 

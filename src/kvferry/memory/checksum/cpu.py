@@ -20,8 +20,12 @@ _loop = CompiledLoop("kvferry.memory.checksum.native", "add_entries")
 
 
 def warm_up() -> None:
-    """Compile the loop, or load it from the disk cache."""
-    _loop.get()
+    """Compile the loop, or load it from the disk cache, and call it once for no content.
+
+    The first call takes some ten milliseconds, in which numba imports what it finds types with.
+    """
+    numbers, words = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.uint64)
+    _loop.get()(words, (numbers, words), (numbers, numbers), (0, 0, 0, 0), (1, 1), words)
 
 
 class CellSums:

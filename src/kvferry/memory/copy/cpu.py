@@ -16,6 +16,7 @@ import numpy as np
 from kvferry.errors import InputError
 from kvferry.memory.compiled import CompiledLoop
 from kvferry.plan.bind import Binding, BindingPart
+from kvferry.plan.coalesce import one_piece
 
 _loop = CompiledLoop("kvferry.memory.copy.native", "copy_part")
 
@@ -40,9 +41,13 @@ def copy_binding(
 
 
 def warm_up() -> float:
-    """Compile the loop, or load it from the disk cache. Return the seconds taken."""
+    """Compile the loop, or load it from the disk cache, and call it once for no content.
+
+    The first call takes some ten milliseconds, in which numba imports what it finds types with.
+    Returns the seconds taken.
+    """
     begin = time.perf_counter()
-    _loop.get()
+    copy_binding(Binding((BindingPart("", "", (), (), one_piece(0)),)), (), ())
     return time.perf_counter() - begin
 
 
