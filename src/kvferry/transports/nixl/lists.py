@@ -205,6 +205,8 @@ def cell_batches(
 
     None if too few pieces are whole pages. The binding is inside the regions.
     """
+    if binding.size.num_pieces < _FEW_CELLS:
+        return None
     writes: dict[int, _CellWrite] = {}
     rest: list[BindingPart] = []
     for parts in binding.parts_by_pieces():
